@@ -1,9 +1,15 @@
 """Where the Services of pickers in the users' namespaces lead."""
 
+import asyncio
+from dataclasses import dataclass, field
 from typing import Any
 
+from kubernetes.aio.client import ApiException
+
+from penstock.api.fleet import PoolsView
 from penstock.operator.objects import Object, as_pods
 from penstock.operator.pickers.plan import Plan, active, planned, ports_of
+from penstock.operator.pickers.sync import Pickers
 
 
 def gateway(number: int, ready: bool = True, address: str = "", **metadata: Any) -> Object:
@@ -71,3 +77,53 @@ def test_what_cannot_be_meant_is_said_of_the_object_that_is_wrong() -> None:
     assert said["c"][0] == "PickerPortMissing" and "has no port 80" in said["c"][1] and "it has 9002" in said["c"][1]
     plan = planned([service(selector={"app": "mine"})], pools, ZERO, ports)
     assert not plan.slices and [reason for _, reason, _ in plan.faults] == ["PickerHasSelector"]
+
+
+class Cached:
+    """A cache that holds what it is given."""
+
+    def __init__(self, *items: Object) -> None:
+        self.objects = {it["metadata"]["name"]: it for it in items}
+
+    def values(self) -> list[Object]:
+        return list(self.objects.values())
+
+    def subscribe(self, callback: Any) -> None:
+        """Nothing changes by itself."""
+
+
+@dataclass
+class Known:
+    """See `Watched`."""
+
+    services: Cached
+    pools: Cached
+    slices: Cached = field(default_factory=Cached)
+    gateways: Cached = field(default_factory=lambda: Cached(gateway(0)))
+
+
+def test_slices_are_written_once_and_deleted_and_those_of_others_left_alone(api: Any) -> None:
+    known: Any = Known(Cached(service(), service("other")), Cached(pool("a"), pool("b", picker="other"), pool("c", port=80)))
+    others = {"kind": "EndpointSlice", "metadata": {"name": "other-penstock-ipv4", "namespace": "team"}}
+    api.put(others)
+    pickers = Pickers(api, known)
+
+    async def course() -> None:
+        assert await pickers.sync() and not api.calls  # no gateway has told its ports: nothing is judged
+        pickers.told(
+            [PoolsView(gateway="penstock-gateway-0", version=1, pools=[], inference_pools={"team/a": 1, "team/b": 2})], 1
+        )
+        api.refuse["EndpointSlice"] = ApiException(status=500, reason="away")
+        assert not await pickers.sync()  # to be tried again
+        api.refuse.clear()
+        for _ in range(2):
+            assert await pickers.sync()
+            made = api.objects["EndpointSlice", "team", "picker-penstock-ipv4"]
+            known.slices = Cached(made)
+        assert [it["involvedObject"]["name"] for it in api.posted] == ["c"]
+        known.pools = Cached()
+        assert await pickers.sync()
+
+    asyncio.run(course())
+    assert api.calls == [(verb, "EndpointSlice", "picker-penstock-ipv4") for verb in ("apply", "delete")]
+    assert api.objects["EndpointSlice", "team", "other-penstock-ipv4"]["metadata"].keys() >= others["metadata"].keys()

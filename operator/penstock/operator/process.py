@@ -34,7 +34,7 @@ from penstock.operator.nodes import Nodes, trimmed_node
 from penstock.operator.objects import as_pods
 from penstock.operator.observe import Reports
 from penstock.operator.other_scalers import OtherScalers, trimmed_autoscaler
-from penstock.operator.pickers.sync import Pickers
+from penstock.operator.pickers.sync import Pickers, watched
 from penstock.operator.pods import base_url, is_live
 from penstock.operator.queue import KeyedQueue
 from penstock.operator.reconciler import Reconciler
@@ -160,7 +160,7 @@ class Operator:
         nodes = Nodes(lambda name: self._look_at(observed.on_node(name)))
         nodes.follow(self._nodes)
         self._gateways = Cache(api, PODS, namespace=options.system_namespace, label_selector=GATEWAY_SELECTOR)
-        self._pickers = Pickers(api, server, options.namespaces, self._groups, self._gateways)
+        self._pickers = Pickers(server, watched(api, options.namespaces, self._groups, self._gateways))
         self._replicas = replicas
         self._actuator = KubernetesActuator(
             api=server,

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Awaitable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
@@ -27,25 +28,42 @@ AGAIN_S = 5.0
 """After a write that failed."""
 
 
+@dataclass(frozen=True)
+class Watched:
+    """What the slices are made of."""
+
+    services: Caches
+    """Those with the label `labels.PICKER`."""
+    pools: Caches
+    """All InferencePools."""
+    slices: Caches
+    """The EndpointSlices that the operator has made."""
+    gateways: Cache
+    """The pods of the gateway processes; run by whoever made it."""
+
+
+def watched(client: ApiClient, namespaces: Sequence[str], groups: Groups, gateways: Cache) -> Watched:
+    """Caches of these namespaces, or of all where none is named."""
+    return Watched(
+        Caches(client, SERVICES, namespaces, label_selector=f"{labels.PICKER}=true"),
+        Caches(client, INFERENCE_POOLS, namespaces, optional=groups),
+        Caches(client, ENDPOINT_SLICES, namespaces, label_selector=f"{MANAGED_BY}={MANAGER}"),
+        gateways,
+    )
+
+
 class Pickers:
     """The Services of pickers in the users' namespaces, and their EndpointSlices."""
 
-    def __init__(self, client: ApiClient, api: Api, namespaces: Sequence[str], groups: Groups, gateways: Cache) -> None:
-        """
-        Args:
-            gateways: The pods of the gateway processes.
-        """
+    def __init__(self, api: Api, watched: Watched) -> None:
         self._api = api
-        self._gateways = gateways
-        self._services = Caches(client, SERVICES, namespaces, label_selector=f"{labels.PICKER}=true")
-        self._pools = Caches(client, INFERENCE_POOLS, namespaces, optional=groups)
-        self._slices = Caches(client, ENDPOINT_SLICES, namespaces, label_selector=f"{MANAGED_BY}={MANAGER}")
-        self._caches = (self._services, self._pools, self._slices)
+        self._watched = watched
+        self._caches = (watched.services, watched.pools, watched.slices)
         self._ports: dict[str, dict[str, int]] = {}
         self._faults: set[tuple[str, str]] = set()
         """What has been said, by UID."""
         self._changed = asyncio.Event()
-        for cache in (*self._caches, gateways):
+        for cache in (*self._caches, watched.gateways):
             cache.subscribe(self._wake)
 
     def _wake(self, _: Change) -> None:
@@ -64,7 +82,7 @@ class Pickers:
 
     async def _keep(self) -> None:
         # Nothing is judged before all is known: it would seem to be gone.
-        await asyncio.gather(self._gateways.synced.wait(), *(cache.synced() for cache in self._caches))
+        await asyncio.gather(self._watched.gateways.synced.wait(), *(cache.synced() for cache in self._caches))
         while True:
             await self._changed.wait()
             self._changed.clear()
@@ -74,13 +92,13 @@ class Pickers:
 
     async def sync(self) -> bool:
         """Writes what differs; whether all writes were taken."""
-        gateways = as_pods(self._gateways.objects.values())
+        gateways = as_pods(self._watched.gateways.objects.values())
         ports = ports_of(gateways, self._ports)
         if ports is None:
             return True
-        plan = planned(self._services.values(), self._pools.values(), active(gateways), ports)
+        plan = planned(self._watched.services.values(), self._watched.pools.values(), active(gateways), ports)
         await self._say(plan.faults)
-        live = {_name(it): it for it in self._slices.values()}
+        live = {_name(it): it for it in self._watched.slices.values()}
         wanted = {_name(it): it for it in plan.slices}
         done = [await self._put(item, live.get(name)) for name, item in wanted.items()]
         done += [await self._delete(item) for name, item in live.items() if name not in wanted]
