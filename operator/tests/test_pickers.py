@@ -94,7 +94,7 @@ class Cached:
 
 @dataclass
 class Known:
-    """See `Watched`."""
+    """Stands in for `Watched`."""
 
     services: Cached
     pools: Cached
