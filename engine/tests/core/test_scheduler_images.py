@@ -104,7 +104,7 @@ def test_salts_and_tenants_share_embeddings_and_no_blocks():
     assert machine.runner.encoded == ["a"]
 
 
-@pytest.mark.req("MM-13", "MM-12")
+@pytest.mark.req("MM-13", "MM-12", "CHK-10")
 def test_a_chunk_ends_before_an_image_that_has_no_room():
     machine = Machine(make_config(images=(6, 12), budget=40))
     ran(machine, seen(0, [1, 2, ("a", 5), 3, ("b", 6), 4]))

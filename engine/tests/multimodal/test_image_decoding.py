@@ -24,6 +24,7 @@ from penstock.engine.multimodal.settings import TileSettings
 from penstock.prompt.data_url import MAX_IMAGE_BYTES, read_data_url
 from penstock.prompt.errors import PromptError
 from penstock.prompt.image_size import TiledSize
+from penstock.prompt.images import image_name
 
 PARAM = "messages[0].content[1].image_url.url"
 COLOURS = np.random.default_rng(0).integers(0, 256, (7, 5, 3), np.uint8)
@@ -84,6 +85,15 @@ def test_images_are_turned_as_their_exif_data_says(orientation):
     }[orientation]
     image = decode_image(file_of(Image.fromarray(COLOURS), "PNG", exif=exif), PARAM)
     assert np.array_equal(np.asarray(image), upright)
+
+
+@pytest.mark.req("LIM-12")
+def test_an_id_in_exif_data_names_nothing():
+    exif = Image.Exif()
+    exif[0xA420] = "0123456789abcdef0123456789abcdef"  # ImageUniqueID
+    one, other = (file_of(Image.fromarray(colours), "PNG", exif=exif) for colours in (COLOURS, 255 - COLOURS))
+    assert {Image.open(io.BytesIO(file)).getexif()[0xA420] for file in (one, other)} == {exif[0xA420]}
+    assert image_name(one) != image_name(other), "other pixels"
 
 
 def test_transparent_pixels_are_white_whatever_their_colour():

@@ -115,7 +115,7 @@ def two_nodes(request, tmp_path):
     return make
 
 
-@pytest.mark.req("DX-03")
+@pytest.mark.req("DX-03", "IPC-07")
 def test_consecutive_ranks_share_a_node_and_wires_join_the_nodes():
     assert Layout(4, 2, 2).wires() == [Wire(rank, rank + 4) for rank in range(4)], "a stage is on one node: no sum crosses"
     across = Layout(4, 1, 2)

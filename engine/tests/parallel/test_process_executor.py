@@ -86,6 +86,7 @@ def gone(pids: list[int]) -> bool:
     return not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
 
+@pytest.mark.req("IPC-07", "IPC-09")
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("world", [1, 3])
 def test_streams_are_those_of_one_process(start, world, depth):
@@ -150,6 +151,7 @@ def test_a_rank_that_is_killed_or_stopped_ends_the_group_by_name(start, number, 
     assert gone(pids)
 
 
+@pytest.mark.req("IPC-09")
 def test_calls_are_refused_together_or_not_at_all(start):
     engine = start(2)
     pids = engine.executor.pids
