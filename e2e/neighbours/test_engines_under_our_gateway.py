@@ -126,7 +126,8 @@ def test_a_prefix_is_found_where_it_was_computed(stage: Stage, gateway: Gateway)
         replica, answer = gateway.ask(PROMPT + "print(")
         decision = gateway.decided()
         held = {it["endpoint"]: it["resident_tokens"] for it in decision["candidates"]}
-        assert decision["tokens_unknown"] is None and decision["prompt_tokens"] == answer.usage.prompt_tokens
+        # The GGUF file adds no token before the prompt, as the tokenizer of the checkpoint does.
+        assert decision["tokens_unknown"] is None and decision["prompt_tokens"] - answer.usage.prompt_tokens in (0, 1)
         assert held[holder] > 0.9 * (decision["prompt_tokens"] - 20)
         assert replica == holder
 
