@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import openai
 import pytest
 from rich.console import Console
@@ -108,6 +109,14 @@ def asked(cluster: Cluster, namespace: str, model: str) -> str:
     return raw.headers[headers.REPLICA]
 
 
+def expect_status(cluster: Cluster, model: str, status: int) -> None:
+    address = cluster.get("service", "my-gateway-istio")["spec"]["clusterIP"]
+    question = {"model": model, "prompt": "json.loads", "max_tokens": 2}
+    answer = httpx.post(f"http://{address}/v1/completions", json=question, timeout=30)
+    assert answer.status_code == status, answer.text
+    assert headers.REPLICA not in answer.headers
+
+
 def test_the_manifests_of_the_tutorial_serve_under_istio(cluster: Cluster, gateway_class: str, phases: Phases) -> None:
     folder = REPOSITORY / "manifests/inference-pool"
     cluster.kubectl("apply", "--server-side", f"--kustomize={folder}")
@@ -119,6 +128,12 @@ def test_the_manifests_of_the_tutorial_serve_under_istio(cluster: Cluster, gatew
         with phases("Istio → picker → pod"):
             answered = eventually(lambda: asked(cluster, "default", "first"))
         assert answered == cluster.get("pod", "one")["metadata"]["uid"]
+        cluster.kubectl("scale", "deployment/penstock-picker", "--replicas=0")
+        with phases("the picker gone → refused; failureMode FailOpen → served without it"):
+            eventually(lambda: expect_status(cluster, "first", 500))
+            change = '{"spec": {"endpointPickerRef": {"failureMode": "FailOpen"}}}'
+            cluster.kubectl("patch", "inferencepool/vllm", "--type=merge", f"--patch={change}")
+            eventually(lambda: expect_status(cluster, "first", 200))
     finally:
         cluster.kubectl("delete", "httproute/llm", "gateway/my-gateway", "pod/one", "--ignore-not-found", "--wait=false")
         cluster.kubectl("delete", f"--kustomize={folder}", "--ignore-not-found", "--wait=false")
