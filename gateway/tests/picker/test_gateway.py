@@ -3,9 +3,11 @@
 import asyncio
 import gc
 import socket
+import sys
 import time
 from collections.abc import AsyncIterator
 from importlib.metadata import version
+from types import ModuleType
 from typing import Any
 
 import grpc
@@ -28,7 +30,7 @@ from penstock.gateway.cli import gateway as gateway_command
 from penstock.gateway.extproc.body import MAX_BODY_BYTES
 from penstock.gateway.extproc.health import READINESS
 from penstock.gateway.picker.candidates import key_of
-from penstock.gateway.picker.compiled import installed, name_of
+from penstock.gateway.picker.compiled import MODULE, installed, name_of
 from penstock.gateway.picker.request import RequestView
 from penstock.gateway.process import Gateway, GatewaySettings
 from penstock.gateway.xds.listener import ListenerSettings
@@ -421,3 +423,11 @@ async def test_a_buffered_body_of_many_megabytes_is_one_message(world: Any) -> N
     answer = await call.read()
     assert answer.request_body.response.clear_route_cache
     call.cancel()
+
+
+def test_what_an_uninstalled_package_has_left_makes_no_picks(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(sys.modules, MODULE, ModuleType(MODULE))
+    assert installed() is None
+    assert "without a version is of another version" in caplog.text

@@ -82,7 +82,8 @@ def installed() -> Compiled | None:
         return None
     found = getattr(module, "INTERFACE", None), tuple(getattr(module, "FIGURES", ()))
     if found != (INTERFACE, Figures._fields):
-        log.warning("picks are made in Python: %s %s is of another version", PACKAGE, module.VERSION)
+        its = getattr(module, "VERSION", "without a version")  # a folder that an uninstalled package has left is a module, too
+        log.warning("picks are made in Python: %s %s is of another version", PACKAGE, its)
         return None
     log.info("picks are made by %s %s", PACKAGE, module.VERSION)
     return cast(Compiled, module)
