@@ -39,9 +39,10 @@ class Fleet:
 
     @property
     def status(self) -> Object:
-        """What is said of its one pool."""
-        (pool,) = self.cluster.get(models.KIND, self.name, self.namespace)["status"]["scaling"]
-        return pool
+        """What is said of its one pool; fails while nothing is."""
+        pools = self.cluster.get(models.KIND, self.name, self.namespace)["status"].get("scaling", [])
+        assert len(pools) == 1, "the autoscaler has said nothing so far"
+        return pools[0]
 
     def ready(self, count: int) -> list[Object]:
         return list(models.ready_pods(self.cluster, self.namespace, self.name, count).values())
