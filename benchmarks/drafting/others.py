@@ -24,14 +24,7 @@ ROUNDS, PATIENCE_S = 2, 90.0
 REQUESTS = 4
 Row = dict[str, Any]
 Command = list[str | Path]
-ENVIRONMENT = {
-    "OMP_NUM_THREADS": "1",
-    "HF_HUB_OFFLINE": "1",
-    "PYTHONPATH": str(FOLDER),
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_CACHE_ROOT": str(install.CACHE / "vllm-cache"),
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-}
+ENVIRONMENT = {**install.VLLM_ENVIRONMENT, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(FOLDER)}
 
 
 def repeated(start: int) -> list[int]:

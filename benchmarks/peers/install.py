@@ -20,6 +20,13 @@ from pathlib import Path
 
 CACHE = Path("~/.cache/penstock/peers").expanduser()
 LOCKS = Path(__file__).parent / "locks"
+VLLM_ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_CACHE_ROOT": str(CACHE / "vllm-cache"),
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+}
+"""With it vLLM asks nobody, keeps what it compiles, and leaves to its caller on which cores it runs."""
 # openvino's export wants other versions of what the engine itself needs.
 ENVIRONMENTS = ("openvino", "openvino-export", "vllm-cpu", "llama-cpp")
 _DONE = ".installed"

@@ -70,13 +70,7 @@ def vllm_cpu(model: Path, isa: Isa | None) -> Launch | str:
     command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--served-model-name", "bench"]
     flags = ["--host", "127.0.0.1", "--port", port, "--dtype", "bfloat16", "--max-model-len", 2048, "--no-enable-prefix-caching"]
     flags += ["--max-num-batched-tokens", 8192]
-    environment = {
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_CACHE_ROOT": str(install.CACHE / "vllm-cache"),
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    }
+    environment = {**install.VLLM_ENVIRONMENT, "VLLM_CPU_KVCACHE_SPACE": "1"}
     return Launch([*command, *flags], port, "/health", environment)
 
 

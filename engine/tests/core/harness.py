@@ -22,7 +22,7 @@ from penstock.engine.config import (
     SchedulingPolicy,
 )
 from penstock.engine.connectors.offload import Offload
-from penstock.engine.connectors.sightings import Sightings
+from penstock.engine.connectors.sightings import sightings_of
 from penstock.engine.core.control.adapters import AdapterControl
 from penstock.engine.core.control.control_error import ControlError
 from penstock.engine.core.executor import InlineExecutor
@@ -104,9 +104,7 @@ def make_scheduler(config: EngineConfig, groups: Sequence[KVGroup] = (), host_pa
     )
     table = AdapterTable(config.lora.max_loras, config.lora.max_cpu_loras) if config.lora else None
     hasher = BlockHasher(config.cache.block_size, "test")
-    threshold = config.cache.offload_threshold
-    sightings = Sightings(threshold) if threshold > 1 else None
-    offload = Offload(kv, host_pages, 1, sightings=sightings) if host_pages else None
+    offload = Offload(kv, host_pages, 1, sightings=sightings_of(config.cache.offload_threshold)) if host_pages else None
     return Scheduler(config.scheduler, config.model.max_model_len, kv, hasher, table, config.model.pooling, offload)
 
 

@@ -204,12 +204,16 @@ class Offload:
 
     def _store_seen(self, request: Request, sightings: Sightings) -> None:
         """Has blocks of a prompt copied that were seen too seldom when they were published, and are in the cache still."""
-        for name in request.block_hashes[: request.num_prompt_tokens // self._kv.block_size]:
-            for key in (Key(group, name) for group in range(self._kv.num_groups) if sightings.enough(name)):
-                block = self._kv.pool.lookup(key.group, name)
-                if block is not None and not self.tier.knows(key):
-                    self._published.setdefault(key, (block, request.adapter is None))
+        names = [name for name in self._prompt_blocks(request) if sightings.enough(name)]
+        for key in (Key(group, name) for name in names for group in range(self._kv.num_groups)):
+            block = self._kv.pool.lookup(key.group, key.block_hash)
+            if block is not None and not self.tier.knows(key):
+                self._published.setdefault(key, (block, request.adapter is None))
         self.store()
+
+    def _prompt_blocks(self, request: Request) -> list[bytes]:
+        """The names of the blocks that its prompt fills."""
+        return request.block_hashes[: request.num_prompt_tokens // self._kv.block_size]
 
     # --- the step ---
 
@@ -225,7 +229,7 @@ class Offload:
         """The rule by which a request waits for pages that are in the host's memory: once for each time that it waits."""
         request, local = candidate.request, candidate.hit
         if self._sightings is not None and not request.sighted:
-            self._sightings.saw(request.block_hashes[: request.num_prompt_tokens // self._kv.block_size])
+            self._sightings.saw(self._prompt_blocks(request))
             request.sighted = True
         if not candidate.uses_cache or request.asked_elsewhere_at == request.num_preemptions:
             return None

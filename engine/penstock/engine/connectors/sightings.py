@@ -8,6 +8,11 @@ MOST: Final = 64_000
 """Blocks that are remembered: the last ones seen."""
 
 
+def sightings_of(threshold: int) -> "Sightings | None":
+    """The counts for `--kv-offload-threshold`; None where each block is worth a copy."""
+    return Sightings(threshold) if threshold > 1 else None
+
+
 class Sightings:
     """Counts of blocks in prompts.
 

@@ -17,7 +17,7 @@ from penstock.engine.connectors.connector import Pump
 from penstock.engine.connectors.load_costs import LoadCosts
 from penstock.engine.connectors.lower_pump import LowerPump
 from penstock.engine.connectors.offload import Offload
-from penstock.engine.connectors.sightings import Sightings
+from penstock.engine.connectors.sightings import sightings_of
 from penstock.engine.connectors.transfer.pump import TransferPump
 from penstock.engine.core.control.controls import Controls
 from penstock.engine.core.executor import Executor, StepFailed
@@ -106,7 +106,7 @@ class EngineCore:
             # Another replica has computed what it lends so that this one need not: such pages are always loaded.
             by_cost = cache.loads_by_cost and config.transfer is None
             costs = LoadCosts(lambda: self._meter.prefill_tokens_per_s) if by_cost else None
-            sightings = Sightings(cache.offload_threshold) if cache.offload_threshold > 1 else None
+            sightings = sightings_of(cache.offload_threshold)
             self._offload = Offload(kv, *sizes, config.transfer, config.parallel.world, costs, cache.eviction_policy, sightings)
         self.scheduler = Scheduler(
             config.scheduler, config.model.max_model_len, kv, hasher, table, config.model.pooling, self._offload

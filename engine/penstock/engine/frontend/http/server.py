@@ -145,11 +145,12 @@ class ApiServer:
         if (request_id := request.get(REQUEST_ID_KEY)) is not None:
             response.headers[REQUEST_ID] = request_id
         request.app[_CORS_KEY].add_headers(request, response)
-        form, rank, report = request.get(_LOAD_FORMAT_KEY), request.get(RANK_KEY), self._llm.load
-        if rank is not None:
-            response.headers[DATA_PARALLEL_RANK], report = str(rank), self._llm.ranks[rank].load
-        if form and report is not None:
-            response.headers[LOAD] = load_report.encode(report, msgspec.convert(form, load_report.Format))
+        if (rank := request.get(RANK_KEY)) is not None:
+            response.headers[DATA_PARALLEL_RANK] = str(rank)
+        if form := request.get(_LOAD_FORMAT_KEY):
+            report = self._llm.load if rank is None else self._llm.ranks[rank].load
+            if report is not None:
+                response.headers[LOAD] = load_report.encode(report, msgspec.convert(form, load_report.Format))
 
 
 def _load_format(request: web.Request) -> str:
