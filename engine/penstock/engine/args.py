@@ -432,7 +432,6 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
         speculative = self.speculative_config or {}
         method = self.spec_method or speculative.get("method")
         for flag, given in (
-            ("--enable-lora", self.enable_lora),
             ("--runner pooling", self.runner == "pooling"),
             ("--kv-offload-memory-bytes", self.kv_offload_memory_bytes),
             ("--spec-model", self.spec_model or "model" in speculative),

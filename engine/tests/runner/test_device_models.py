@@ -257,7 +257,7 @@ def test_adapters_on_a_device_are_those_merged_into_the_weights(name, checkpoint
     config = LoraConfig(max_loras=2, max_cpu_loras=2, max_lora_rank=16)
     lora = device_lora_runner(config, 4, DeviceLoraBatch(slots), lambda *shape, dtype: torch.empty(shape, dtype=dtype))
     model = DeviceModel(path, wrap=lambda method: lora.wrap(method, device_reference_ops()))
-    lora.attach(model.model)
+    lora.attach(model.model, lambda: model.model)
     model.load(path)
     for copy, folder in enumerate(folders):
         lora.read_adapter(copy, str(folder), None)

@@ -10,11 +10,15 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+import torch
 from grids import mostly_slow
 from lettered_model import LETTERS, with_letters
+from lora_adapters import make_adapter
+from safetensors.torch import load_file, save_file
 from test_core_with_runner import SCHEDULER, Engine, requests
 
-from penstock.engine.config import CacheConfig, EngineConfig, ParallelConfig, SpeculativeConfig
+from penstock.engine.commands import LoadAdapter
+from penstock.engine.config import CacheConfig, EngineConfig, LoraConfig, ParallelConfig, SpeculativeConfig
 from penstock.engine.core.core import EngineCore
 from penstock.engine.core.executor import Executor
 from penstock.engine.core.ipc.process import build_executor
@@ -22,7 +26,7 @@ from penstock.engine.core.plan import SampledTokens, SampleInputs
 from penstock.engine.grammar import Grammar
 from penstock.engine.loading.checkpoint import read_model_config
 from penstock.engine.loading.safetensors import check_weights
-from penstock.engine.messages import AddRequest
+from penstock.engine.messages import AddRequest, Control
 from penstock.engine.models.layers.shard import Stage
 from penstock.engine.parallel.errors import GroupFailed
 from penstock.engine.parallel.group import Group
@@ -34,7 +38,17 @@ from penstock.engine.sampling import SamplingParams
 from penstock.kernels.cpu.tape import Tape
 
 NUM_BLOCKS = 100
-NAMES = ["llama", "qwen3-windows", "gemma3", "llama-7to1-llama3-tied", "cohere2", "qwen3-moe", "gpt-oss", "deepseek-v3"]
+NAMES = [
+    "llama",
+    "qwen3-windows",
+    "gemma3",
+    "llama-7to1-llama3-tied",
+    "cohere2",
+    "qwen3-moe",
+    "gpt-oss",
+    "deepseek-v3",
+    "starcoder2",
+]
 
 
 def config_of(path: Path, stages: int, ranks: int = 1, timeout: float = 30.0, **fields: Any) -> EngineConfig:
@@ -134,6 +148,42 @@ def test_grammars_hold_in_a_pipeline(checkpoint, tmp_path, build_runner):
             engine.core._grammars.close()
     guided = [index for index in streams if index % 2]
     assert guided and all("".join(LETTERS[token] for token in streams[index]).startswith("record-") for index in guided)
+
+
+LORA = LoraConfig(max_loras=2, max_cpu_loras=2, max_lora_rank=8)
+
+
+def loaded_adapter(engine: Engine, name: str, path: Path) -> str | None:
+    """Why it was refused; None: it was not."""
+    engine.core.handle(Control(1, LoadAdapter(name, str(path))))
+    while not (replies := engine.core.take_replies()):
+        engine.core.step()
+    return replies[0].error
+
+
+@pytest.mark.req("DX-09")
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_adapters_are_on_the_layers_of_every_stage(ranks, staged, checkpoint, build_runner, tmp_path):
+    """Three take turns in two slots and two places of host memory; one is on layers of the last stage alone."""
+    transformers = pytest.importorskip("transformers")
+    target = transformers.AutoModelForCausalLM.from_pretrained(checkpoint("llama"))
+    paths = [make_adapter(tmp_path / str(at), target, rank=2 + at, seed=at, scale=0.5) for at in range(3)]
+    late = {name: value for name, value in load_file(paths[2] / "adapter_model.safetensors").items() if ".layers.1." in name}
+    save_file(late, paths[2] / "adapter_model.safetensors")
+    wrong = make_adapter(tmp_path / "wrong", target)
+    save_file(late | {name: torch.zeros(4, 63) for name in late if "lora_A" in name}, wrong / "adapter_model.safetensors")
+    batch = [msgspec.structs.replace(it, lora_id=it.index % 4) for it in requests(adjusted=False)]
+    config, executor = staged("llama", 2, ranks, lora=LORA)
+    whole = build_runner(checkpoint("llama"), scheduler=SCHEDULER, lora=LORA)
+    found = list[dict[int, list[int]]]()
+    for engine in (Engine(whole, 1, NUM_BLOCKS), StagedEngine(config, executor)):
+        assert [loaded_adapter(engine, f"a{at}", path) for at, path in enumerate(paths)] == [None] * 3
+        assert "model.layers.1" in loaded_adapter(engine, "wrong", wrong) and engine.core.adapters()[-1].name == "a2"
+        found.append(engine.run(batch))
+    assert found[0] == found[1]
+    plain = StagedEngine(config, executor).run(requests(adjusted=False))
+    changed = [index for index in plain if plain[index] != found[1][index]]
+    assert {index % 4 for index in changed} == {1, 2, 3} and not [index for index in changed if index % 4 == 0]
 
 
 @pytest.mark.req("DX-10")

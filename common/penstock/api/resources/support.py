@@ -126,7 +126,6 @@ def _pipelines(spec: InferenceModelSpec) -> Iterator[str]:
         return
     drafts = spec.engine.speculative
     for path, given in (
-        ("spec.lora", spec.lora is not None),
         ("spec.engine.connector.type", spec.engine.connector.type != "none"),
         ("spec.engine.speculative.method", drafts is not None and drafts.method not in LOOKUPS),
     ):

@@ -26,6 +26,9 @@ class Target(NamedTuple):
     """[out, in] of the whole model's."""
     narrow: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
     """Cuts factors to the rank's part, as `LinearPart.narrow` does."""
+    here: bool = True
+    """Whether the rank has a part: another pipeline stage has the layer else, and an adapter is checked against it all the
+    same."""
 
 
 class Factors(NamedTuple):
@@ -38,7 +41,7 @@ class Factors(NamedTuple):
 
 
 HostAdapter = dict[str, Factors]
-"""By module, such as `model.layers.0.self_attn.q_proj`; modules that the adapter leaves alone are missing."""
+"""By module, such as `model.layers.0.self_attn.q_proj`; missing are those that the adapter leaves alone or another stage has."""
 
 
 def read_adapter(path: Path, targets: Mapping[str, Target], max_rank: int) -> HostAdapter:
@@ -62,8 +65,10 @@ def read_adapter(path: Path, targets: Mapping[str, Target], max_rank: int) -> Ho
         target = next((name for name in _spellings(module) if name in targets), None)
         if target is None:
             raise ConfigError(f"{WEIGHTS_FILE}: the model has no {module}, or none that an adapter may be on")
-        adapter[target] = _factors(module, pair[0], pair[1], targets[target], config, max_rank)
-    if not adapter:
+        factors = _factors(module, pair[0], pair[1], targets[target], config, max_rank)
+        if targets[target].here:
+            adapter[target] = factors
+    if not found:
         raise ConfigError(f"{WEIGHTS_FILE} holds no LoRA weights")
     return adapter
 

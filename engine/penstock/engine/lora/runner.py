@@ -22,7 +22,7 @@ from penstock.engine.lora.linear import LoraLinearMethod, Shelf
 from penstock.engine.lora.peft import MODULES
 from penstock.engine.models.layers.linear_method import LinearMethod, LinearMethodFactory
 from penstock.engine.models.layers.projection import LinearLayer
-from penstock.engine.models.layers.weight import Weights
+from penstock.engine.models.layers.weight import LinearPart, Weights
 from penstock.kernels.lora.batch import LoraBatch
 from penstock.kernels.lora.device import DeviceLoraBatch
 from penstock.kernels.ops import Ops
@@ -49,7 +49,7 @@ class NoLora:
         """The same."""
         return method
 
-    def attach(self, model: Adaptable) -> None:
+    def attach(self, model: Adaptable, whole: Callable[[], Adaptable]) -> None:
         """Do nothing."""
 
     def detach(self) -> None:
@@ -101,21 +101,25 @@ class LoraRunner:
 
         return make
 
-    def attach(self, model: Adaptable) -> None:
-        """Makes room in a new model; nothing is in any slot then."""
-        self._targets = {}
+    def attach(self, model: Adaptable, whole: Callable[[], Adaptable]) -> None:
+        """Makes room in a new model; nothing is in any slot then.
+
+        Args:
+            model: Of the rank.
+            whole: The same with the layers of all pipeline stages, which is asked what adapters may be on and nothing else.
+        """
         self._shelves = {}
-        modules: dict[LoraLinearMethod, list[str]] = {}
-        parts: dict[LoraLinearMethod, list[tuple[int, int]]] = {}
-        for name, weight in model.weights().items():
-            module = name.rpartition(".")[0]
-            if weight.part is None or module in self._targets or module.rpartition(".")[2] not in MODULES:
-                continue
-            method = weight.part.method
+        own, modules, parts = (
+            _adaptable(model),
+            dict[LoraLinearMethod, list[str]](),
+            dict[LoraLinearMethod, list[tuple[int, int]]](),
+        )
+        self._targets = {module: Target(part.shape, part.narrow, module in own) for module, part in _adaptable(whole()).items()}
+        for module, part in own.items():
+            method = part.method
             assert isinstance(method, LoraLinearMethod), f"{module} was built without room for adapters"
-            self._targets[module] = Target(weight.part.shape, weight.part.narrow)
             modules.setdefault(method, []).append(module)
-            parts.setdefault(method, []).append((weight.part.offset, weight.part.size))
+            parts.setdefault(method, []).append((part.offset, part.size))
         for method, names in modules.items():
             shelves = method.shelve(self._config.max_loras, self._config.max_lora_rank, parts[method])
             self._shelves |= zip(names, shelves, strict=True)
@@ -218,9 +222,9 @@ class DeviceLoraRunner(LoraRunner):
         super().__init__(config, max_num_seqs, max_num_tokens=0)  # the step fills the device's own batch
         self._device_batch, self._pinned = batch, pinned
 
-    def attach(self, model: Adaptable) -> None:
-        """Makes room in a new model; nothing is in any slot then."""
-        super().attach(model)
+    def attach(self, model: Adaptable, whole: Callable[[], Adaptable]) -> None:
+        """Makes room in a new model; arguments as of `LoraRunner.attach`."""
+        super().attach(model, whole)
         self._dtype = next(iter(self._shelves.values())).a.dtype
 
     def apply(self, plan: StepPlan) -> None:
@@ -255,6 +259,12 @@ def device_lora_runner(
 ) -> Any:
     """What a rank on a device does about them; see `DeviceLoraRunner`."""
     return NoLora() if config is None else DeviceLoraRunner(config, max_num_seqs, batch, pinned)
+
+
+def _adaptable(model: Adaptable) -> dict[str, LinearPart]:
+    """What adapters may be on, by module."""
+    named = [(name.rpartition(".")[0], weight.part) for name, weight in model.weights().items()]
+    return {module: part for module, part in named if part is not None and module.rpartition(".")[2] in MODULES}
 
 
 def _one_thread() -> None:

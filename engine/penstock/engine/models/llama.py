@@ -236,7 +236,7 @@ class LlamaForCausalLM:
             return False
         if layer is not None:
             return int(layer[1]) < last and int(layer[1]) not in self._indices
-        return name in ("model.embed_tokens.weight", "model.norm.weight")
+        return name == "model.embed_tokens.weight" or name.startswith("model.norm.")
 
     def finish(self) -> None:
         """Bring the weights into the kernels' form, after loading."""

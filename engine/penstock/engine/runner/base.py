@@ -7,6 +7,7 @@ import logging
 import threading
 from abc import abstractmethod
 from collections.abc import Sequence
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, cast
@@ -48,7 +49,7 @@ from penstock.engine.models.heads import draft_head
 from penstock.engine.models.kv import kv_layers
 from penstock.engine.models.layers.comm import Comm, OneRank
 from penstock.engine.models.layers.linear_choice import linear_method
-from penstock.engine.models.layers.linear_method import CPU, LinearMethodFactory
+from penstock.engine.models.layers.linear_method import CPU, DeviceLinearMethod, LinearMethodFactory
 from penstock.engine.models.layers.shard import Shard, Stage
 from penstock.engine.models.model import Model
 from penstock.engine.models.moe import MoeForCausalLM
@@ -343,7 +344,17 @@ class RunnerBase(Turns[Runtime, Step, Sampled]):
         self.model = model
         self._share_experts()
         with torch.inference_mode():
-            self._lora.attach(model)
+            self._lora.attach(model, self._whole_model)
+
+    def _whole_model(self) -> Model:
+        """The model with the layers of all pipeline stages; those of others have no memory."""
+        if self._stage.world == 1:
+            return self.model
+        nowhere = torch.device("meta")
+        method = partial(DeviceLinearMethod, device=nowhere)
+        whole = {"stage": Stage(), "layers": None, "device": nowhere, "max_model_len": 1, "experts": None}
+        build = dataclasses.replace(self._build(), linear_method=method, plain_method=method, **whole)
+        return model_class(self.config.model.architecture)(self.decoder_config, build)
 
     def _share_experts(self) -> None:
         """Lets other ranks use the model's experts, if it has some to share."""
