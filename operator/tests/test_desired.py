@@ -303,7 +303,7 @@ def test_experts_are_spread_over_the_processes_of_a_pod(make: Any, changes: Any,
     ("changes", "path"),
     [
         ({"lora": {}}, None),
-        ({"engine": {"connector": {"type": "offload", "memory": "1Gi"}}}, "spec.engine.connector.type"),
+        ({"engine": {"connector": {"type": "offload", "memory": "1Gi"}}}, None),
         ({"engine": {"speculative": {"method": "mtp"}}}, "spec.engine.speculative.method"),
         ({"engine": {"speculative": {"method": "auto"}}}, "spec.engine.speculative.method"),
         ({"engine": {"speculative": {"method": "ngram"}}}, None),

@@ -433,7 +433,7 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
         method = self.spec_method or speculative.get("method")
         for flag, given in (
             ("--runner pooling", self.runner == "pooling"),
-            ("--kv-offload-memory-bytes", self.kv_offload_memory_bytes),
+            ("--kv-transfer-config", self.kv_transfer_config),
             ("--spec-model", self.spec_model or "model" in speculative),
             (f"--speculative-config: method {method}", method not in (None, "ngram", "suffix")),
         ):

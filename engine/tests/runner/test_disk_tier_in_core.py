@@ -20,7 +20,7 @@ def start(checkpoint, build_runner):
     """Starts engines whose KV cache has room for about two of ten requests."""
     cores = []
 
-    def started(folder, family="llama", pages=400, disk=400, worker=False, bucket=None, store=None, **model):
+    def started(folder, family="llama", pages=400, disk=400, worker=False, bucket=None, store=None, stages=1, **model):
         runner = build_runner(checkpoint(family), scheduler=SCHEDULER)
         config, page = runner.config, runner.kv_layout().page_bytes
         sizes = {"num_blocks": 24 if family == "llama" else 44, "offload_bytes": pages * page, "disk_folder": folder}
@@ -28,8 +28,10 @@ def start(checkpoint, build_runner):
         sizes |= {"store": store, "store_bytes": 400 * file_bytes(page)}
         cache = msgspec.structs.replace(config.cache, **sizes)
         model = msgspec.structs.replace(config.model, **model)
-        parallel = msgspec.structs.replace(config.parallel, worker_process=worker)
-        config = msgspec.structs.replace(config, cache=cache, model=model, parallel=parallel)
+        parallel = msgspec.structs.replace(config.parallel, worker_process=worker, pipeline_parallel_size=stages)
+        scheduler = msgspec.structs.replace(config.scheduler, pipeline_stages=stages)
+        fields = {"cache": cache, "model": model, "parallel": parallel, "scheduler": scheduler, "depth": stages}
+        config = msgspec.structs.replace(config, **fields)
         executor, blocks = build_executor(config)
         try:
             core = build_core(config, executor, blocks, 1)
@@ -92,6 +94,30 @@ def test_a_process_of_its_own_keeps_the_same_files(start, tmp_path):
     assert core.stats().offload.lower["disk"].loaded_bytes > 0 and core.stats().offload.lower["disk"].failed_pages == 0
     with pytest.raises(ConfigError, match=r"--kv-offload-disk-bytes .* does not fit"):
         start(tmp_path, worker=True, disk=1 << 40)
+
+
+@pytest.mark.req("DX-09", "KO-27")
+@pytest.mark.parametrize("family", ["llama", "qwen3-windows"])
+def test_pipeline_stages_keep_the_pages_of_their_own_layers(start, tmp_path, family):
+    """The namespaces of two stages differ, and a page that one of them has lost is a miss for both."""
+    batch = requests(adjusted=False)
+    expected = run(start(tmp_path / "whole", family), batch)
+    folder = tmp_path / "staged"
+    assert run(start(folder, family, stages=2), batch) == expected
+    one, other = (files(each) for each in sorted(folder.iterdir()))
+    assert [page.name for page in one] == [page.name for page in other] and len(one) > 0
+    assert all(page.read_bytes() != twin.read_bytes() for page, twin in zip(one, other, strict=True))
+    again = start(folder, family, stages=2)
+    assert again.stats().offload.lower["disk"].pages_used == len(one) and run(again, batch) == expected
+    told = again.stats().offload
+    assert told.loaded_tokens > 0 and told.lower["disk"].loaded_bytes > 0 and told.lower["disk"].failed_pages == 0
+    damaged = start(folder, family, stages=2)
+    for page in other:
+        page.write_bytes(bytes(page.stat().st_size))
+    assert run(damaged, batch) == expected
+    told = damaged.stats().offload
+    assert told.lower["disk"].failed_pages > 0 and told.lower["disk"].loaded_bytes == 0
+    assert damaged.scheduler.kv.pool.num_used == 0
 
 
 @pytest.mark.req("KO-27", "KO-31")

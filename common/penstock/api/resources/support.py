@@ -126,7 +126,7 @@ def _pipelines(spec: InferenceModelSpec) -> Iterator[str]:
         return
     drafts = spec.engine.speculative
     for path, given in (
-        ("spec.engine.connector.type", spec.engine.connector.type != "none"),
+        ("spec.engine.connector.type", spec.engine.connector.type == "transfer"),
         ("spec.engine.speculative.method", drafts is not None and drafts.method not in LOOKUPS),
     ):
         if given:

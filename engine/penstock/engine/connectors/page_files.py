@@ -37,7 +37,7 @@ class PageFiles(PageMover):
         namespace: Names the folder below it.
         slots: [slots, bytes of a page] of the host's memory.
         disk_bytes: That the rank's files may take.
-        world: Ranks, each with as many.
+        world: Ranks on this machine, each with as many.
 
     Raises:
         ConfigError: The folder cannot be used, or there is no room for the files.

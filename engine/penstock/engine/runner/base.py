@@ -460,7 +460,9 @@ class RunnerBase(Turns[Runtime, Step, Sampled]):
         namespace, slots = self._namespace(), self._host_pages.slots
         if name == "disk":
             assert cache.disk_folder is not None, "there is no disk tier"
-            files = PageFiles(cache.disk_folder, namespace, slots, cache.disk_bytes, self._shard.world)
+            files = PageFiles(
+                cache.disk_folder, namespace, slots, cache.disk_bytes, 1 if self._group is None else self._group.ranks
+            )
             self._movers[name] = files
             return files.found
         if name == "store":

@@ -20,6 +20,7 @@ from typing import BinaryIO
 
 from penstock.api.events import Event
 from penstock.engine import messages
+from penstock.engine.cache.layout import KVLayout
 from penstock.engine.config import ConfigError, EngineConfig
 from penstock.engine.core.core import EngineCore
 from penstock.engine.core.executor import RUNNERS, Executor, executor_of
@@ -191,8 +192,7 @@ def build_executor(
         executor.call("load")
         boot.end("weights")
         step_bytes = max(executor.call("profile_memory"))
-        # Block tables fit all ranks; the pages of a pipeline stage with more layers are larger.
-        layout = max(executor.call("kv_layout"), key=lambda layout: layout.page_bytes)
+        layout = _largest_layout(executor)
         num_blocks = num_kv_blocks(config, layout, least(executor.call("measure_memory")), step_bytes)
         boot.end("memory")
         executor.call("initialize_kv_cache", num_blocks)
@@ -205,6 +205,12 @@ def build_executor(
         executor.close()
         raise
     return executor, num_blocks
+
+
+def _largest_layout(executor: Executor) -> KVLayout:
+    """Of the rank with the largest pages: those of a pipeline stage with more layers are larger. Block tables fit all ranks."""
+    layouts: list[KVLayout] = executor.call("kv_layout")
+    return max(layouts, key=lambda layout: layout.page_bytes)
 
 
 def weights_floor_s(config: EngineConfig) -> float:
@@ -238,7 +244,7 @@ def build_core(
     wave: Wave | None = None,
 ) -> EngineCore:
     """The core of an engine, with the adapters that it starts with."""
-    (layout, *_), (ceilings, *_) = executor.call("kv_layout"), executor.call("ceilings")
+    layout, (ceilings, *_) = _largest_layout(executor), executor.call("ceilings")
     known = layout.groups, ceilings, offload_size(config, layout)
     core = EngineCore(config, executor, num_blocks, epoch, engine_index, *known, wave)
     core.open_connectors()
