@@ -56,10 +56,12 @@ $(NATIVE): gateway/native/Cargo.toml gateway/native/Cargo.lock gateway/native/py
 	@touch $@
 
 .PHONY: kv-parts
-kv-parts: setup ## what the tests of KV tiers and transfer need beside the lock: NIXL (240 MB, without torch), Mooncake, an S3 server
+kv-parts: setup ## what the tests of KV tiers and transfer need beside the lock: NIXL (240 MB, without torch), Mooncake, LMCache (0.5 GB beside torch), an S3 server
 	@$(UV) pip install --quiet --python $(BIN)/python --no-deps --require-hashes -r requirements/nixl.txt -r requirements/mooncake.txt
 	@$(UV) venv --quiet --allow-existing .tools/s3
 	@$(UV) pip install --quiet --python .tools/s3/bin/python --require-hashes -r requirements/s3.txt
+	@$(UV) venv --quiet --allow-existing .tools/lmcache
+	@$(UV) pip install --quiet --python .tools/lmcache/bin/python --no-deps --require-hashes -r requirements/lmcache.txt
 
 .PHONY: up demo
 up: setup ## start the local system and show it working; Ctrl-C stops it
@@ -303,6 +305,8 @@ lock: | $(UV) ## pin and hash the dependencies anew
 	@for extra in engine gateway operator client dev; do $(COMPILE) --extra $$extra pyproject.toml -o requirements/$$extra.txt; done
 	@for name in build native protogen s3; do $(COMPILE) requirements/$$name.in -o requirements/$$name.txt; done
 	@for name in nixl mooncake; do $(COMPILE) --no-deps requirements/$$name.in -o requirements/$$name.txt; done
+	@$(subst --constraint requirements/constraints.txt,--override requirements/lmcache-overrides.txt,$(COMPILE)) \
+		requirements/lmcache.in -o requirements/lmcache.txt
 
 # Its overrides take torch as it is on PyPI and leave out what has no build for a CPU.
 lock-peers: | $(UV) ## pin and hash the engines to compare with anew

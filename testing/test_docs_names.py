@@ -34,6 +34,7 @@ OTHERS_FLAGS = {  # that our own code passes to nobody
     "helm": {"--create-namespace", "--reuse-values", "--set", "--take-ownership"},
     "kubectl": {"--for", "--force-conflicts", "--from-literal", "--previous", "--replicas", "--server-side", "--type"},
     "llama.cpp": {"--cache-ram"},
+    "lmcache": {"--chunk-size", "--eviction-policy", "--l1-size-gb", "--shm-name", "--supported-transfer-mode", "--transport"},
     "mooncake": {"--global_segment_size", "--master_server_address", "--metadata_server", "--protocol", "--rpc_port"},
     "pip": {"--no-deps", "--no-index"},
     "pytest": {"--dist", "--hypothesis-profile"},

@@ -31,7 +31,7 @@ from penstock.engine.config import (
 )
 from penstock.engine.connectors.eviction import PolicyName
 from penstock.engine.connectors.page_objects import bucket_and_path
-from penstock.engine.connectors.page_store import store_address
+from penstock.engine.connectors.store_address import store_address
 from penstock.engine.connectors.transfer.config import transfer_config
 from penstock.engine.devices import choose_device
 from penstock.engine.grammar import GrammarSettings, is_installed
@@ -93,7 +93,7 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
     kv_offload_disk_bytes: Count = 0
     """Of the disk, for copies of these pages."""
     kv_offload_store: str | None = None
-    """`mooncake://HOST:PORT` of a store for copies of these pages that other replicas find, too."""
+    """`mooncake://HOST:PORT` or `lmcache://HOST:PORT` of a store for copies of these pages that other replicas find, too."""
     kv_offload_store_bytes: Count = 0
     """Of the pages there that this replica knows."""
     kv_offload_bucket: str | None = None

@@ -289,8 +289,8 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     )
     add("--kv-offload-directory", metavar="FOLDER", help="folder that keeps copies of the KV pages in host memory (None: none)")
     add("--kv-offload-disk-bytes", type=count, default=0, help="disk space for the files in --kv-offload-directory")
-    what = "Mooncake store that keeps copies of the KV pages in host memory for all replicas of the model (None: none)"
-    add("--kv-offload-store", metavar="MOONCAKE_URI", help=what)
+    what = "store that keeps copies of the KV pages in host memory for all replicas of the model (None: none)"
+    add("--kv-offload-store", metavar="STORE_URI", help=what)
     add("--kv-offload-store-bytes", type=count, default=0, help="pages in --kv-offload-store that this replica knows")
     what = "object store that keeps copies of the KV pages in host memory for all replicas of the model (None: none)"
     add("--kv-offload-bucket", metavar="S3_URI", help=what)

@@ -149,7 +149,7 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
     disk_bytes: int = 0
     """Bytes of the files in it, on each rank."""
     store: str | None = None
-    """`mooncake://HOST:PORT` of a store for copies of the pages in host memory, too. None: no copies."""
+    """`mooncake://HOST:PORT` or `lmcache://HOST:PORT` of a store for copies of the pages in host memory, too. None: no copies."""
     store_bytes: int = 0
     """Bytes of the pages that this replica knows there, on each rank."""
     bucket: str | None = None

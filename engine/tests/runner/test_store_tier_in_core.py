@@ -14,9 +14,10 @@ from test_core_with_runner import requests
 from test_disk_tier_in_core import run, start  # noqa: F401  a fixture
 
 from penstock.engine.config import ConfigError
-from penstock.engine.connectors import lookups, lower_tier, page_mover, page_store
+from penstock.engine.connectors import lookups, lower_tier, mooncake_store, page_mover
+from penstock.engine.connectors.mooncake_store import MooncakeStore
 from penstock.engine.connectors.moves import PageFile, page_name
-from penstock.engine.connectors.page_store import PageStore, store_address
+from penstock.engine.connectors.store_address import store_address
 from testing.ports import free_ports
 
 FAMILY = "gemma2"
@@ -78,9 +79,9 @@ def counted(monkeypatch):
         pages["write"][move.group, move.block_hash] = zlib.crc32(mover.slots[move.slot].tobytes())
         written(mover, move)
 
-    filled, written = page_mover.PageMover.fill, PageStore._write
-    monkeypatch.setattr(PageStore, "fill", fill)
-    monkeypatch.setattr(PageStore, "_write", write)
+    filled, written = page_mover.PageMover.fill, MooncakeStore._write
+    monkeypatch.setattr(MooncakeStore, "fill", fill)
+    monkeypatch.setattr(MooncakeStore, "_write", write)
     return pages
 
 
@@ -154,7 +155,7 @@ def test_a_store_that_hangs_or_dies_costs_computation_and_is_told(start, open_st
         pytest.skip("Mooncake is not installed: make kv-parts")
     for name in ("PATIENCE_S", "SLOW_S"):
         monkeypatch.setattr(lookups, name, 0.2)
-    monkeypatch.setattr(page_store, "TIMEOUT_S", 0.5)
+    monkeypatch.setattr(mooncake_store, "TIMEOUT_S", 0.5)
     monkeypatch.setattr(lower_tier, "PAUSE_S", 0.2)
     batch = requests(adjusted=False)[:4]
     store = Store()
@@ -177,10 +178,10 @@ def test_a_store_that_hangs_or_dies_costs_computation_and_is_told(start, open_st
 
 
 @pytest.mark.parametrize(
-    "uri", ["127.0.0.1:5", "mooncake://", "mooncake://h", "mooncake://h:0", "mooncake://h:70000", "s3://h:5"]
+    "uri", ["127.0.0.1:5", "mooncake://", "mooncake://h", "mooncake://h:0", "mooncake://h:70000", "s3://h:5", "lmcache://h"]
 )
 def test_an_address_that_is_none_is_refused(uri):
-    with pytest.raises(ConfigError, match=r"--kv-offload-store .*: expected mooncake://HOST:PORT"):
+    with pytest.raises(ConfigError, match=r"--kv-offload-store .*: expected mooncake://HOST:PORT or lmcache://HOST:PORT"):
         store_address(uri)
 
 

@@ -24,12 +24,14 @@ from penstock.engine.cache.layout import KVLayout, kv_layout
 from penstock.engine.cache.pages import PageGeometry, PageIdentity, kv_dtypes
 from penstock.engine.config import ConfigError, EngineConfig
 from penstock.engine.connectors.host_pages import HostPages
+from penstock.engine.connectors.lmcache_store import LmcacheStore
+from penstock.engine.connectors.mooncake_store import MooncakeStore
 from penstock.engine.connectors.moves import Lower, Move, Moved, PageFile
 from penstock.engine.connectors.namespace import Namespace, weights_digest
 from penstock.engine.connectors.page_files import PageFiles
 from penstock.engine.connectors.page_mover import PageMover
 from penstock.engine.connectors.page_objects import PageObjects
-from penstock.engine.connectors.page_store import PageStore
+from penstock.engine.connectors.store_address import store_address
 from penstock.engine.connectors.transfer.agent import Agent
 from penstock.engine.connectors.transfer.words import Errand, News
 from penstock.engine.core.executor import AdapterRead
@@ -467,7 +469,9 @@ class RunnerBase(Turns[Runtime, Step, Sampled]):
             return files.found
         if name == "store":
             assert cache.store is not None, "there is no shared store"
-            self._movers[name] = PageStore(cache.store, namespace, slots)
+            address = store_address(cache.store)
+            store = MooncakeStore if address.kind == "mooncake" else LmcacheStore
+            self._movers[name] = store(address, namespace, slots)
             return []
         assert cache.bucket is not None, "there is no object store"
         self._movers[name] = PageObjects(cache.bucket, namespace, slots)

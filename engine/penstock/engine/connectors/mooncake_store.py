@@ -5,7 +5,6 @@ so each move has a deadline of its own. A page that is damaged, gone or late is 
 """
 
 import os
-import re
 import socket
 import subprocess
 import sys
@@ -20,6 +19,7 @@ from penstock.engine.config import ConfigError
 from penstock.engine.connectors.moves import Move, PageFile, page_name
 from penstock.engine.connectors.namespace import Namespace
 from penstock.engine.connectors.page_mover import PageMover, page_header
+from penstock.engine.connectors.store_address import StoreAddress
 
 THREADS: Final = 4
 TIMEOUT_S: Final = 5.0
@@ -37,14 +37,6 @@ import sys
 from mooncake.store import MooncakeDistributedStore
 sys.exit(MooncakeDistributedStore().setup(sys.argv[1], "P2PHANDSHAKE", 0, 16 << 20, "tcp", "", sys.argv[2]) != 0)
 """
-_ADDRESS: Final = re.compile(r"mooncake://([^/\s:]+|\[[0-9a-fA-F:]+\]):([1-9][0-9]{0,4})")
-
-
-def store_address(uri: str) -> tuple[str, int]:
-    """Return host and port of `mooncake://HOST:PORT`; `ConfigError` for anything else."""
-    if (read := _ADDRESS.fullmatch(uri)) is None or int(read[2]) > 65535:
-        raise ConfigError(f"--kv-offload-store {uri!r}: expected mooncake://HOST:PORT")
-    return read[1], int(read[2])
 
 
 def store_client() -> Callable[[], Any]:
@@ -58,11 +50,11 @@ def store_client() -> Callable[[], Any]:
     return MooncakeDistributedStore
 
 
-class PageStore(PageMover):
+class MooncakeStore(PageMover):
     """The pages of one namespace.
 
     Args:
-        uri: `--kv-offload-store`.
+        address: Of the store's master.
         namespace: With which the names of the pages begin.
         slots: [slots, bytes of a page] of the host's memory.
 
@@ -70,11 +62,10 @@ class PageStore(PageMover):
         ConfigError: The store's client is not installed.
     """
 
-    def __init__(self, uri: str, namespace: Namespace, slots: npt.NDArray[np.uint8]) -> None:
+    def __init__(self, address: StoreAddress, namespace: Namespace, slots: npt.NDArray[np.uint8]) -> None:
         actions = {"write": self._write, "read": self._read, "delete": self._delete, "find": self._find}
         super().__init__(slots, actions, THREADS, "page-store", TIMEOUT_S)
-        self._host, self._port = store_address(uri)
-        self._uri = uri
+        self._address = address
         self._folder = namespace.name
         self._make = store_client()
         self._opening = threading.Lock()
@@ -85,21 +76,21 @@ class PageStore(PageMover):
         """The client, connected beside the start, which does not depend on the store; where that failed, at the next use."""
         with self._opening:
             if self._client is None:
-                with socket.create_connection((self._host.strip("[]"), self._port), CONNECT_S) as probe:
+                with socket.create_connection((self._address.host, self._address.port), CONNECT_S) as probe:
                     here = probe.getsockname()[0]
                 # While the client connects it holds the interpreter's lock: a store that hangs would stop the engine.
-                trial = [sys.executable, "-c", _TRIAL, here, f"{self._host}:{self._port}"]
+                trial = [sys.executable, "-c", _TRIAL, here, self._address.target]
                 subprocess.run(trial, timeout=CONNECT_S, check=True, stderr=subprocess.DEVNULL)
                 buffer_bytes = max(_MIN_BUFFER_BYTES, 4 * THREADS * self.slots.shape[1])
                 client = self._make()
-                code = client.setup(here, "P2PHANDSHAKE", 0, buffer_bytes, "tcp", "", f"{self._host}:{self._port}")
+                code = client.setup(here, "P2PHANDSHAKE", 0, buffer_bytes, "tcp", "", self._address.target)
                 self._check(code, "the client does not start")
                 self._client = client
             return self._client
 
     def _check(self, code: int, what: str) -> None:
         if code < 0:
-            raise OSError(f"{self._uri}: {what}: error {code} of the store")
+            raise OSError(f"{self._address}: {what}: error {code} of the store")
 
     def _name(self, page: Move | PageFile) -> str:
         return f"{self._folder}/{page_name(page)}"
@@ -114,9 +105,9 @@ class PageStore(PageMover):
         page = body[-self.slots.shape[1] :]
         header = body[: -self.slots.shape[1]]
         if not body:
-            raise FileNotFoundError(f"{self._uri}: the page is not there")
+            raise FileNotFoundError(f"{self._address}: the page is not there")
         if len(page) != self.slots.shape[1] or header != page_header(move, page):
-            raise ValueError(f"{self._uri} has {len(body):,} bytes that are not this page")
+            raise ValueError(f"{self._address} has {len(body):,} bytes that are not this page")
         self.fill(move, page)
 
     def _delete(self, move: Move) -> None:
