@@ -429,13 +429,9 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
 
     def _check_pipeline(self, stages: int) -> None:
         """Refuses what the stages of a pipeline cannot do so far."""
-        speculative = self.speculative_config or {}
-        method = self.spec_method or speculative.get("method")
         for flag, given in (
             ("--runner pooling", self.runner == "pooling"),
             ("--kv-transfer-config", self.kv_transfer_config),
-            ("--spec-model", self.spec_model or "model" in speculative),
-            (f"--speculative-config: method {method}", method not in (None, "ngram", "suffix")),
         ):
             if given:
                 raise ConfigError(f"{flag} does not go with --pipeline-parallel-size {stages} so far")

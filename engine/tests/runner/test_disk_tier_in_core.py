@@ -6,6 +6,7 @@ import time
 
 import msgspec
 import pytest
+from grids import mostly_slow
 from test_core_with_runner import SCHEDULER, requests
 
 from penstock.engine.config import ConfigError
@@ -97,7 +98,7 @@ def test_a_process_of_its_own_keeps_the_same_files(start, tmp_path):
 
 
 @pytest.mark.req("DX-09", "KO-27")
-@pytest.mark.parametrize("family", ["llama", "qwen3-windows"])
+@pytest.mark.parametrize("family", mostly_slow(["llama", "qwen3-windows"], ("qwen3-windows",)))
 def test_pipeline_stages_keep_the_pages_of_their_own_layers(start, tmp_path, family):
     """The namespaces of two stages differ, and a page that one of them has lost is a miss for both."""
     batch = requests(adjusted=False)

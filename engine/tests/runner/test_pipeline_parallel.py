@@ -162,7 +162,7 @@ def loaded_adapter(engine: Engine, name: str, path: Path) -> str | None:
 
 
 @pytest.mark.req("DX-09")
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", mostly_slow([1, 2], (2,)))
 def test_adapters_are_on_the_layers_of_every_stage(ranks, staged, checkpoint, build_runner, tmp_path):
     """Three take turns in two slots and two places of host memory; one is on layers of the last stage alone."""
     transformers = pytest.importorskip("transformers")

@@ -8,7 +8,6 @@ from penstock.api.resources.pools import Pool
 
 DRAFTS: Final = ("ngram", "suffix", "draft_model", "eagle", "eagle3", "mtp", "auto")
 """Methods of speculative decoding that engines have."""
-LOOKUPS: Final = ("ngram", "suffix")
 """Those of them that need no model."""
 
 WEIGHTS: Final = (
@@ -30,7 +29,7 @@ def unsupported(spec: InferenceModelSpec) -> list[str]:
     """Paths of the fields that are set and that this version cannot honour, with a word on what works; empty: all is honoured."""
     transfers = spec.engine.connector.type == "transfer"
     pools = (path for pool in spec.pools for path in _pool(pool, transfers=transfers))
-    return [*_source(spec), *_engine(spec), *_rest(spec), *pools, *_pairs(spec), *_pipelines(spec)]
+    return [*_source(spec), *_engine(spec), *_rest(spec), *pools, *_pairs(spec)]
 
 
 def _source(spec: InferenceModelSpec) -> Iterator[str]:
@@ -104,6 +103,8 @@ def _pool(pool: Pool, *, transfers: bool) -> Iterator[str]:
             yield f"{path}.parallelism.{name} (only 1 works with devices; more work on CPUs)"
     if ranks.nodes != 1 and transfers:
         yield f"{path}.parallelism.nodes (only 1 works with engine.connector of type transfer)"
+    if ranks.pipeline != 1 and transfers and not pool.has_devices:
+        yield f"{path}.parallelism.pipeline (only 1 works with engine.connector of type transfer)"
     if ranks.data != 1 and transfers and not pool.has_devices:
         yield f"{path}.parallelism.data (only 1 works with engine.connector of type transfer)"
     if ranks.expert.enabled and pool.has_devices:
@@ -117,17 +118,3 @@ def _pool(pool: Pool, *, transfers: bool) -> Iterator[str]:
         yield f"{path}.parallelism.data (only 1 works with several nodes)"
     if ranks.nodes != 1 and ranks.expert.enabled:
         yield f"{path}.parallelism.expert.enabled (it does not go with several nodes)"
-
-
-def _pipelines(spec: InferenceModelSpec) -> Iterator[str]:
-    """What the stages of a pipeline cannot do; the engine refuses the same flags."""
-    staged = [pool.name for pool in spec.pools if pool.parallelism.pipeline != 1 and not pool.has_devices]
-    if not staged:
-        return
-    drafts = spec.engine.speculative
-    for path, given in (
-        ("spec.engine.connector.type", spec.engine.connector.type == "transfer"),
-        ("spec.engine.speculative.method", drafts is not None and drafts.method not in LOOKUPS),
-    ):
-        if given:
-            yield f"{path} (pool {staged[0]} has pipeline stages, which do not go with it)"

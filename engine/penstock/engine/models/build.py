@@ -30,6 +30,8 @@ class Build:
     """Where weights and tables lie; `meta`: nowhere, to compile without a device."""
     lm_head: bool = True
     """Whether the whole model has one: without, it gives hidden states alone."""
+    embedding: bool = False
+    """Whether a stage has the embedding though it is not the first: a draft head reads it."""
     plain_method: LinearMethodFactory | None = None
     """For layers that no adapter and no quantization changes; None: `linear_method`."""
     experts: ExpertRanks | None = None

@@ -111,12 +111,22 @@ def layer_weights(
 
 
 def stage_sizes(
-    config: DecoderConfig, dtype: DType, quantization: QuantizationName | CheckpointQuantization | None = None
+    config: DecoderConfig,
+    dtype: DType,
+    quantization: QuantizationName | CheckpointQuantization | None = None,
+    drafts: float = 0.0,
 ) -> list[float]:
-    """Bytes of weights that a step reads in each layer, with the LM head behind the last: what pipeline stages divide."""
+    """Bytes of weights that a step reads in each layer, with the LM head and what the drafts of a step read behind the last: what
+    pipeline stages divide."""
     sizes = [sum(layer_weights(config, layer, dtype, quantization)) for layer in range(config.num_layers)]
-    sizes[-1] += lm_head_bytes(config, dtype)
+    sizes[-1] += lm_head_bytes(config, dtype) + drafts
     return sizes
+
+
+def draft_bytes(config: DecoderConfig, dtype: DType, logits: int) -> float:
+    """Bytes of weights that a pass of a draft model or a head reads, which has so many logits. All of it is on every rank."""
+    layers = sum(sum(layer_weights(config, layer, dtype)) for layer in range(config.num_layers))
+    return layers + logits * config.hidden_size * _BYTES[dtype]
 
 
 def embedding_bytes(config: DecoderConfig, dtype: DType) -> int:

@@ -206,7 +206,7 @@ class LlamaForCausalLM:
         self._rotary_of = [ropes.index(rope) for rope in config.ropes]
         self._indices = range(config.num_layers) if build.layers is None else build.layers
         has_head = build.lm_head and build.stage.last
-        embeds = build.stage.first or (has_head and config.tie_word_embeddings)
+        embeds = build.stage.first or build.embedding or (has_head and config.tie_word_embeddings)
         self.embed_tokens = VocabEmbedding(config.vocab_size, config.hidden_size, build) if embeds else None
         self.layers = [self.decoder_layer(config, body.within(f"layers.{at}"), at) for at in self._indices]
         self.norm = make_norm("norm", config.hidden_size, config, build)

@@ -20,15 +20,18 @@ class Carry(NamedTuple):
     """[n, hidden]: the residual stream without it; None: `hidden` is the whole stream."""
     deep: tuple[torch.Tensor, ...] = ()
     """[n, hidden] each: what is added to the stream after each of the next layers (DeepStack, Meng et al., 2024)."""
+    aux: tuple[torch.Tensor, ...] = ()
+    """[n, hidden] each: of a stage, the `AuxStates` of this stage and those before, in the order of layers."""
 
     @classmethod
-    def of(cls, parts: torch.Tensor) -> "Carry":
-        """Without `deep`, from [1 or 2, n, hidden]."""
-        return cls(parts[0], parts[1] if len(parts) > 1 else None)
+    def of(cls, parts: torch.Tensor, aux: int = 0) -> "Carry":
+        """Without `deep`, from [1 or 2 and `aux`, n, hidden]."""
+        own = len(parts) - aux
+        return cls(parts[0], parts[1] if own > 1 else None, (), tuple(parts[own:]))
 
     def parts(self) -> list[torch.Tensor]:
         """What `of` takes, one by one."""
-        return [self.hidden] if self.residual is None else [self.hidden, self.residual]
+        return [self.hidden, *(() if self.residual is None else (self.residual,)), *self.aux]
 
     def stream(self) -> torch.Tensor:
         """[n, hidden]: the whole residual stream."""

@@ -1,5 +1,6 @@
 """How a pipeline stage takes a step's hidden states from the stage before it and passes its own on."""
 
+import math
 import mmap
 import os
 import socket
@@ -17,8 +18,8 @@ from penstock.engine.parallel.errors import GroupFailed
 from penstock.engine.parallel.links import LinkEnd
 from penstock.engine.parallel.words import FarLink
 
-_HEAD: Final = struct.Struct("=qqBB")
-"""Step, tokens, the dtype's number (or `_LOST`, where the step came to nothing), and whether there is a residual stream."""
+_HEAD: Final = struct.Struct("=qqBBB")
+"""Step, tokens, the dtype's number (or `_LOST`, where it came to nothing), the parts of a `Carry`, and how many are `aux`."""
 _DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
 _LOST: Final = 255
 
@@ -37,11 +38,12 @@ class Relay:
         stage: The rank's.
         before: From the stage before; None: there is none.
         after: To the next stage; None: there is none.
-        shape: Tokens of a step at most, and the size of a hidden state.
+        shape: Parts of a `Carry` and tokens of a step at most, and the size of a hidden state.
         dtype: The model's.
         depth: Steps under way at most.
         timeout: Seconds that the stage before may keep this one waiting.
         far: The stages beside this one that are on other nodes.
+        aux: How many of the parts that come are `aux`.
     """
 
     def __init__(
@@ -49,14 +51,15 @@ class Relay:
         stage: Stage,
         before: LinkEnd | None,
         after: LinkEnd | None,
-        shape: tuple[int, int],
+        shape: tuple[int, int, int],
         dtype: torch.dtype,
         depth: int,
         timeout: float,
         far: tuple[FarLink | None, FarLink | None] = (None, None),
+        aux: int = 0,
     ) -> None:
-        self._stage, self._shape, self._dtype, self._timeout = stage, shape, dtype, timeout
-        self._slots, self._slot_bytes = depth + 1, 2 * 4 * shape[0] * shape[1]
+        self._stage, self._hidden_size, self._dtype, self._timeout, self._aux = stage, shape[2], dtype, timeout, aux
+        self._slots, self._slot_bytes = depth + 1, 4 * math.prod(shape)
         self._before, self._from = self._open(before)
         self._after, self._to = self._open(after)
         self._received = self._sent = 0
@@ -94,8 +97,8 @@ class Relay:
 
     def _step_bytes(self, head: bytes) -> int:
         """Bytes of a step's hidden states."""
-        _, tokens, number, has_residual = _HEAD.unpack(head)
-        return 0 if number == _LOST else tokens * self._shape[1] * _DTYPES[number].itemsize * (1 + has_residual)
+        _, tokens, number, parts, _ = _HEAD.unpack(head)
+        return 0 if number == _LOST else parts * tokens * self._hidden_size * _DTYPES[number].itemsize
 
     def _open(self, end: LinkEnd | None) -> tuple[socket.socket | None, mmap.mmap]:
         if end is None:
@@ -128,7 +131,7 @@ class Relay:
             raise
         except Exception:
             if self._after is not None and not self._alone:
-                self._after.send(_HEAD.pack(step_id, 0, _LOST, False))
+                self._after.send(_HEAD.pack(step_id, 0, _LOST, 0, 0))
                 self._sent += 1
             raise
 
@@ -145,10 +148,10 @@ class Relay:
 
     def _received_carry(self, step_id: int, num_tokens: int) -> Carry:
         if self._alone:
-            return Carry.of(self._place(num_tokens, self._dtype, 2).zero_())
+            return Carry.of(self._place(num_tokens, self._dtype, 2 + self._aux).zero_(), self._aux)
         assert self._before is not None, "a later stage has a link from the one before"
         try:
-            step, tokens, number, has_residual = _HEAD.unpack(self._before.recv(_HEAD.size))
+            step, tokens, number, count, aux = _HEAD.unpack(self._before.recv(_HEAD.size))
         except TimeoutError:
             stage = self._stage.rank
             raise GroupFailed(f"stage {stage - 1} has kept stage {stage} waiting for {self._timeout:g} seconds") from None
@@ -161,12 +164,12 @@ class Relay:
             )
         if number == _LOST:
             raise StageLost(f"pipeline stage {self._stage.rank - 1} has lost it")
-        dtype, count = _DTYPES[number], 1 + has_residual
-        return Carry.of(self._place(tokens, dtype, count).copy_(self._parts(self._from, at, tokens, dtype, count)))
+        dtype = _DTYPES[number]
+        return Carry.of(self._place(tokens, dtype, count).copy_(self._parts(self._from, at, tokens, dtype, count)), aux)
 
     def _place(self, tokens: int, dtype: torch.dtype, number: int) -> torch.Tensor:
         """[number, tokens, hidden]: where the parts of a step lie."""
-        return self._arrived.view(dtype)[: number * tokens * self._shape[1]].view(number, tokens, -1)
+        return self._arrived.view(dtype)[: number * tokens * self._hidden_size].view(number, tokens, -1)
 
     def send(self, step_id: int, carry: Carry) -> None:
         """Passes on what a step's next stage begins with."""
@@ -180,9 +183,9 @@ class Relay:
         count, dtype = len(carry.hidden), carry.hidden.dtype
         for place, part in zip(self._parts(self._to, at, count, dtype, len(parts)), parts, strict=True):
             place.copy_(part)
-        self._after.send(_HEAD.pack(step_id, count, _DTYPES.index(dtype), len(parts) > 1))
+        self._after.send(_HEAD.pack(step_id, count, _DTYPES.index(dtype), len(parts), len(carry.aux)))
 
     def _parts(self, memory: mmap.mmap, at: int, tokens: int, dtype: torch.dtype, number: int) -> torch.Tensor:
-        """[number, tokens, hidden]: hidden state and residual stream of one step in the memory."""
-        whole = torch.frombuffer(memory, dtype=dtype, count=number * tokens * self._shape[1], offset=at)
+        """[number, tokens, hidden]: the parts of one step in the memory."""
+        whole = torch.frombuffer(memory, dtype=dtype, count=number * tokens * self._hidden_size, offset=at)
         return whole.view(number, tokens, -1)

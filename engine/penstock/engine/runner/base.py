@@ -45,7 +45,7 @@ from penstock.engine.loading.stream import Uploader
 from penstock.engine.lora.runner import lora_runner
 from penstock.engine.models.build import Build
 from penstock.engine.models.config import DecoderConfig, parse_decoder_config
-from penstock.engine.models.cost import stage_sizes
+from penstock.engine.models.cost import draft_bytes, stage_sizes
 from penstock.engine.models.draft_head import DraftHead
 from penstock.engine.models.heads import draft_head
 from penstock.engine.models.kv import kv_layers
@@ -124,14 +124,17 @@ class RunnerBase(Turns[Runtime, Step, Sampled]):
         heads, model = self._shard.kv_heads(self.decoder_config.num_kv_heads).size, config.model
         kv_dtype = model.kv_dtype or model.dtype
         self._kv_layers = kv_layers(self.decoder_config, heads, kv_dtype, model.max_model_len)
-        self._drafter = DraftCheckpoint.read(config.speculative, model)
-        if self._drafter is not None:
-            whole = self._drafter.config.num_kv_heads
-            self._kv_layers += kv_layers(self._drafter.config, whole, kv_dtype, model.max_model_len)
+        drafter = DraftCheckpoint.read(config.speculative, model)
+        if drafter is not None:
+            whole = drafter.config.num_kv_heads
+            self._kv_layers += kv_layers(drafter.config, whole, kv_dtype, model.max_model_len)
+        self._drafter = drafter if self._stage.last else None
+        """Where tokens are sampled, and their states are."""
+        self._aux_layers = () if drafter is None or drafter.head is None else drafter.head.aux_layers
         whole = kv_layout(self._kv_layers, config.cache.block_size)
         self._layer_groups = whole.layer_groups
-        self._stage_layers = self._layers_of_stage()
-        self._layout = whole if self._stage_layers is None else whole.part(self._stage_layers)
+        self._stage_layers = self._layers_of_stage(drafter)
+        self._layout = whole if self._stage_layers is None else whole.part(self._kept_layers(self._stage_layers))
         self._lora = self._make_lora()
 
     # --- what differs ---
@@ -142,12 +145,21 @@ class RunnerBase(Turns[Runtime, Step, Sampled]):
         tokens = max(scheduler.max_num_batched_tokens, scheduler.max_num_seqs)
         return lora_runner(self.config.lora, scheduler.max_num_seqs, tokens)
 
-    def _layers_of_stage(self) -> range | None:
-        """The layers of a pipeline stage; None: all of them, and a draft model's, which is in no stage."""
+    def _layers_of_stage(self, drafter: DraftCheckpoint | None) -> range | None:
+        """The layers of a pipeline stage; None: all of them."""
         if self._stage.world == 1:
             return None
-        model = self.config.model
-        return self._stage.layers(stage_sizes(self.decoder_config, model.dtype, model.weight_quantization))
+        model, drafts = self.config.model, 0.0
+        if drafter is not None and self.config.speculative is not None:
+            logits = drafter.config.vocab_size if drafter.head is None else drafter.head.draft_vocab_size
+            # Each rank has all of what drafts, and its part of a layer.
+            times = self.config.speculative.num_speculative_tokens * self._shard.world
+            drafts = times * draft_bytes(drafter.config, model.dtype, logits)
+        return self._stage.layers(stage_sizes(self.decoder_config, model.dtype, model.weight_quantization, drafts))
+
+    def _kept_layers(self, layers: range) -> set[int]:
+        """Of a pipeline stage, whose pages it keeps: behind the target's layers are those of a draft model or a head."""
+        return {*layers, *(range(self.decoder_config.num_layers, len(self._kv_layers)) if self._stage.last else ())}
 
     @abstractmethod
     def _make_ops(self) -> Ops:
@@ -238,7 +250,7 @@ class RunnerBase(Turns[Runtime, Step, Sampled]):
         method = linear_method(self._dtype, self.draft_ops, self.config.threads, self._device)
         if drafter.in_target:
             method = self._as_stored(method)
-        alone = {"shard": Shard(), "comm": OneRank(), "experts": None}
+        alone = {"shard": Shard(), "comm": OneRank(), "experts": None, "stage": Stage(), "layers": None}
         build = dataclasses.replace(self._build(), ops=self.draft_ops, linear_method=method, lm_head=True, **alone)
         if drafter.head is None:
             self.draft_model = model_class(drafter.architecture)(drafter.config, build)
@@ -326,6 +338,7 @@ class RunnerBase(Turns[Runtime, Step, Sampled]):
         return model_class(self.config.model.architecture)(self.decoder_config, self._build())
 
     def _build(self) -> Build:
+        head = None if self._drafter is None else self._drafter.head
         return Build(
             ops=self.ops,
             linear_method=self._linear_method,
@@ -337,6 +350,7 @@ class RunnerBase(Turns[Runtime, Step, Sampled]):
             layers=self._stage_layers,
             device=self._device,
             lm_head=self.config.model.pooling is None,
+            embedding=head is not None and not head.has_embedding,
             plain_method=self._plain_method,
             experts=self._exchange,
         )

@@ -14,7 +14,7 @@ from penstock.engine.attention.context import AttentionContext, ForwardContext
 from penstock.engine.core.plan import Bool, Int32
 from penstock.engine.core.row_table import RowTable
 from penstock.engine.models.draft_head import DraftHead
-from penstock.engine.models.model import Model
+from penstock.engine.models.model import Carry, Model
 from penstock.engine.runner.draft_sampler import DraftSampler
 from penstock.engine.runner.input_batch import Placed, StepArrays, StepInputs
 from penstock.engine.runner.step_tapes import StepTapes
@@ -29,20 +29,26 @@ class TappedModel:
     """A target model that leaves the states which a head takes in memory that stays where it is.
 
     Args:
-        model: The target.
+        model: The target, or its last pipeline stage.
         aux_layers: See `HeadConfig`.
         states: [tokens of a step at most, states].
+        layers: Of the stage; None: the target has them all.
     """
 
-    def __init__(self, model: Model, aux_layers: Sequence[int], states: torch.Tensor) -> None:
+    def __init__(self, model: Model, aux_layers: Sequence[int], states: torch.Tensor, layers: range | None = None) -> None:
         self._model, self._aux_layers, self._states = model, aux_layers, states
+        self._here = [layer for layer in aux_layers if layers is None or layer in layers]
+        self._before = sorted(set(aux_layers) - set(self._here))
         self.compute_logits = model.compute_logits
 
-    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, ctx: AttentionContext) -> torch.Tensor:
+    def forward(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, ctx: AttentionContext, carry: Carry | None = None
+    ) -> torch.Tensor:
         """Hidden states after the final norm, of the last stage."""
-        aux = dict.fromkeys(self._aux_layers, input_ids)  # whose values the model replaces
-        hidden = self._model.forward(input_ids, positions, ctx, aux=aux)
-        states = torch.cat([aux[layer] for layer in self._aux_layers], dim=-1) if aux else hidden
+        aux = dict.fromkeys(self._here, input_ids)  # whose values the model replaces
+        hidden = self._model.forward(input_ids, positions, ctx, carry, aux)
+        found = aux if carry is None else aux | dict(zip(self._before, carry.aux, strict=True))
+        states = torch.cat([found[layer] for layer in self._aux_layers], dim=-1) if found else hidden
         self._states[: len(states)].copy_(states)
         return hidden
 

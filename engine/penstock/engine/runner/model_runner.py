@@ -20,7 +20,7 @@ from penstock.engine.core.plan import NONE, Int32, SampledTokens, SampleInputs, 
 from penstock.engine.core.scheduling.guides import MAX_FORCED_TOKENS
 from penstock.engine.host_memory import return_free_memory
 from penstock.engine.models.layers.attention import Attention
-from penstock.engine.models.model import Carry, Model
+from penstock.engine.models.model import Model
 from penstock.engine.parallel.expert_group import ExpertGroup
 from penstock.engine.parallel.group import Group
 from penstock.engine.parallel.relay import Relay
@@ -109,9 +109,11 @@ class ModelRunner(RunnerBase[HostRuntime, HostStep, StepResult]):
         """See the base class. A pipeline stage is connected to those beside it."""
         super().load()
         if (group := self._group) is not None and self._stage.world > 1 and self._relay is None:
-            shape = self._max_num_tokens, self.decoder_config.hidden_size
+            assert self._stage_layers is not None
+            shape = 2 + len(self._aux_layers), self._max_num_tokens, self.decoder_config.hidden_size
+            aux = sum(layer < self._stage_layers.start for layer in self._aux_layers)
             ends, far = (group.before, group.after), (group.wires.before, group.wires.after)
-            self._relay = Relay(self._stage, *ends, shape, self._dtype, self.config.depth, group.timeout, far)
+            self._relay = Relay(self._stage, *ends, shape, self._dtype, self.config.depth, group.timeout, far, aux)
 
     def _make_ops(self) -> Ops:
         return ops_for(self.config.device, self._dtype, self.config.cpu_isa)
@@ -339,13 +341,13 @@ class ModelRunner(RunnerBase[HostRuntime, HostStep, StepResult]):
             tapes = self._step_tapes() if step.asked is None and not relay.is_alone else None
             taped = None if tapes is None else tapes.run(inputs, step.ctx)
             samples = len(inputs.sampled_rows) > 0
-            given = inputs.input_ids, inputs.positions, step.ctx, step.carry
+            model, given = self._staged(relay), (inputs.input_ids, inputs.positions, step.ctx)
             if not self._stage.last:
-                relay.send(plan.step_id, self.model.advance(*given) if taped is None else Carry.of(taped))
+                relay.send(plan.step_id, model.advance(*given) if taped is None else model.passed(taped))
                 return Forward()
             if taped is not None:
                 return Forward(taped if samples else None)
-            return self._score(self.model.forward(*given), inputs.logits_indices if samples else None, step.asked)
+            return self._score(model.forward(*given), inputs.logits_indices if samples else None, step.asked)
 
     def _sample(self, launched: Launched[HostStep], inputs: SampleInputs) -> StepResult:
         """See Turns. An earlier stage of a pipeline passes the step on in place of sampling it."""
@@ -378,7 +380,13 @@ class ModelRunner(RunnerBase[HostRuntime, HostStep, StepResult]):
 
     def _target(self) -> "Model | TappedModel":
         """The model, which leaves its states where a head finds them."""
-        return tapped(self.model, self._drafter, self._states)
+        return tapped(self.model, self._drafter, self._states, self._stage_layers)
+
+    def _staged(self, relay: Relay) -> StagedModel:
+        """The layers of a pipeline stage."""
+        assert self._stage_layers is not None
+        layers, last = self._stage_layers, self._stage.last
+        return StagedModel(self._target(), lambda: relay.carry, layers, self._aux_layers, last=last)
 
     def _step_tapes(self) -> StepTapes | None:
         """Where the step can run from a tape: a profile wants to see the parts."""
@@ -387,7 +395,6 @@ class ModelRunner(RunnerBase[HostRuntime, HostStep, StepResult]):
         if self._exchange is not None:  # sizes follow from what routers choose
             return None
         if self._tapes is None:
-            relay, last = self._relay, self._stage.last
-            target = self._target() if relay is None else StagedModel(self.model, lambda: relay.carry, last=last)
-            self._tapes = StepTapes(target, self.ops, has_logits=last)
+            target = self._target() if self._relay is None else self._staged(self._relay)
+            self._tapes = StepTapes(target, self.ops, has_logits=self._stage.last)
         return self._tapes

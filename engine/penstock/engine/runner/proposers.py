@@ -52,10 +52,12 @@ def states_of_target(drafter: DraftCheckpoint | None, most: int, dtype: torch.dt
     return torch.zeros(most, drafter.head.states_size, dtype=dtype, device=device)
 
 
-def tapped(model: Model, drafter: DraftCheckpoint | None, states: torch.Tensor | None) -> Model | TappedModel:
-    """The target, which leaves its states where a head finds them."""
+def tapped(
+    model: Model, drafter: DraftCheckpoint | None, states: torch.Tensor | None, layers: range | None = None
+) -> Model | TappedModel:
+    """The target, or its last pipeline stage of these `layers`, which leaves its states where a head finds them."""
     head = None if drafter is None else drafter.head
-    return model if head is None or states is None else TappedModel(model, head.aux_layers, states)
+    return model if head is None or states is None else TappedModel(model, head.aux_layers, states, layers)
 
 
 def new_drafter(
