@@ -8,8 +8,10 @@ head) go into the server's protocol as a transport would give them. `protocol` a
 many replicas, with a prompt of 500 tokens that is tokenised and hashed already, with an audit log, and with tokenising, which
 meets its caches; with a body of 16 kB, with a trace of its own in each call's and request's headers, and while 1,000 streams of
 the same prompt are open, whose bookings count. "distinct" is all of it, tokenising included, with a prompt of its own in each
-request, in Python and with the compiled parts (`make native`). `h2 package` is the protocol alone by the package of that name.
-Layers take turns, and the least of the rounds counts: that is what other processes disturb least.
+request, in Python and with the compiled parts (`make native`): a piece of this repository's pages, by the tokenizer of
+`examples/models/penstock-tiny`; in "unseen", of words that no request had before. `h2 package` is the protocol alone by the
+package of that name. Layers take turns, and the least of the rounds counts: that is what other processes disturb least.
+`--shares` prints where the time of each layer goes.
 
 "hot" is one request after the other; "cold" is with the core's caches overwritten before each read, which is what a request
 finds that comes alone, on cores that do something else meanwhile (the median of its requests).
@@ -17,11 +19,13 @@ finds that comes alone, on cores that do something else meanwhile (the median of
 
 import argparse
 import asyncio
+import contextlib
 import functools
 import gc
 import itertools
 import json
 import os
+import random
 import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
@@ -34,6 +38,7 @@ import grpc
 import h2.config
 import h2.connection
 import h2.events
+import msgspec
 import uvloop
 from hpack import Encoder
 from rich.console import Console
@@ -41,6 +46,7 @@ from rich.table import Table
 
 from benchmarks.gatewaybench.backend import bundle
 from benchmarks.report import write_results
+from benchmarks.shares import Shares
 from penstock.api import headers, load_report
 from penstock.api.events import BlockStored
 from penstock.api.fleet import Fleet, Model, Pool, Replica
@@ -55,7 +61,7 @@ from penstock.gateway.h2.blocks import literal
 from penstock.gateway.h2.frames import END_HEADERS, END_STREAM, Setting
 from penstock.gateway.h2.messages import prefixed
 from penstock.gateway.h2.server import Server, ServerProtocol
-from penstock.gateway.load.compiled_hasher import CompiledHasher
+from penstock.gateway.load.compiled_hasher import CompiledMemo
 from penstock.gateway.load.tokenized import TokenizedPrompts, exact, extra_keys
 from penstock.gateway.picker.bookings import Bookings
 from penstock.gateway.picker.candidates import ReplicaKey, key_of
@@ -63,6 +69,7 @@ from penstock.gateway.picker.compiled import Compiled, installed, name_of
 from penstock.gateway.picker.request import Prompt, RequestView
 from penstock.gateway.process import Gateway, GatewaySettings
 from penstock.gateway.xds.listener import ListenerSettings
+from penstock.prompt.bundle import PromptBundle
 from penstock.prompt.memo import PrefixMemo
 from penstock.prompt.processor import PromptProcessor
 
@@ -95,17 +102,41 @@ RESPONSE = [
     (":status", "200"), ("content-type", "application/json"), ("endpoint-load-metrics", load_report.encode(REPORT, "TEXT")),
 ]  # fmt: skip
 OPEN_STREAMS = 1_000
-FIRST_WORDS = b"w10 w11 w12 w13 w14 w15 w16 w17 w18"
-"""What a prompt begins with: other words in each where prompts are distinct."""
+ROOT = Path(__file__).parents[1]
+FILLER = b"#"
+"""Stands for a prompt that is a request's own."""
+STEP = 7919
 
 
 def body_of(words: int) -> bytes:
     """A chat completion's body, of about four bytes a word."""
-    content = " ".join([FIRST_WORDS.decode(), *(f"w{n % 97}" for n in range(words))])
+    return _body(" ".join(f"w{n % 97}" for n in range(words)))
+
+
+def _body(content: str) -> bytes:
     return json.dumps({"model": "m", "messages": [{"role": "user", "content": content}], "max_tokens": 16}).encode()
 
 
-BODY, LONG_BODY = body_of(500), body_of(4_200)
+def pages() -> bytes:
+    """This repository's pages, as they stand in a string of JSON; what is not ASCII is left out."""
+    texts = [page.read_text().encode("ascii", "ignore").decode() for page in sorted((ROOT / "docs").rglob("*.md"))]
+    return json.dumps("\n".join(texts)).encode()[1:-1]
+
+
+def unseen_words() -> bytes:
+    """Twenty megabytes of words by lot."""
+    return re.sub(rb"(.{6})", rb"\1 ", random.Random(0).randbytes(9_000_000).hex().encode())
+
+
+def checkpoint() -> PromptBundle:
+    """The tokenizer of the example's checkpoint."""
+    folder = ROOT / "examples" / "models" / "penstock-tiny"
+    of = PromptBundle.from_checkpoint(folder, served_names=("m",), block_size=16, hash_seed="bench", max_model_len=65_536)
+    return msgspec.structs.replace(of, chat_template=bundle().chat_template) if of.chat_template is None else of
+
+
+BODY, LONG_BODY = body_of(508), body_of(4_208)
+DISTINCT = {"2 kB": _body(FILLER.decode() * 1_900), "16 kB": _body(FILLER.decode() * 16_000)}
 
 
 class Play(Protocol):
@@ -126,9 +157,12 @@ def said(body: bytes = BODY, trace: str = "") -> tuple[bytes, bytes]:
     return one, two
 
 
-def words_of(number: int) -> bytes:
-    """Words in place of `FIRST_WORDS`, others for each number."""
-    return b" ".join(b"w%d" % (10 + number // 87**at % 87) for at in range(9))
+def own_prompt(texts: bytes, number: int, size: int) -> bytes:
+    """So many bytes of `texts`, others for each number."""
+    at = number * STEP % (len(texts) - 2 * size)
+    while texts[at - 1 : at] == b"\\" or texts[at + size - 1 : at + size] == b"\\":  # no half of an escape
+        at += 1
+    return texts[at : at + size]
 
 
 def trace_of(number: int) -> str:
@@ -188,19 +222,22 @@ class Sink(asyncio.Transport):
         return False
 
 
-def through(server: Server, body: bytes = BODY, *, traced: bool = False, distinct: bool = False) -> Play:
+def through(server: Server, body: bytes = BODY, *, traced: bool = False, distinct: bytes | None = None) -> Play:
     """Requests through our own HTTP/2 into a service.
 
     Args:
         server: The server.
         body: That of each request.
         traced: Each call, and each request, has a trace of its own.
-        distinct: Each request has a prompt of its own.
+        distinct: What each request takes a prompt of its own from, in place of the body's `FILLER`; None: all have the body's.
     """
     loop, sink, protocol = asyncio.get_running_loop(), Sink(), ServerProtocol(server)
     first_trace = trace_of(0) if traced else ""
     parts = said(body, first_trace)
+    filler = FILLER * body.count(FILLER)
     protocol.connection_made(sink)
+    assert protocol._timer is not None
+    protocol._timer.cancel()  # it would ping a connection, and end it, whose turn does not come for long
     encoder = Encoder()
     encoder.header_table_size = 0
     first, usual, showing = encoder.encode([*HEAD, PHASE]), encoder.encode([*HEAD, PHASE]), encoder.encode(HEAD)
@@ -221,7 +258,7 @@ def through(server: Server, body: bytes = BODY, *, traced: bool = False, distinc
                 block += literal("traceparent", trace_of(stream))
                 shown += literal("traceparent", trace_of(stream))
             head = frames.frame(frames.HEADERS, END_HEADERS, stream, block) + frames.frame(0, 0, stream, asking)
-            said_now = parts[1].replace(FIRST_WORDS, words_of(stream)) if distinct else parts[1]
+            said_now = parts[1] if distinct is None else parts[1].replace(filler, own_prompt(distinct, stream, len(filler)))
             asked = head + data_frames(stream, said_now)
             yield (ended, asked) if ended else (asked,)
             ended = frames.rst_stream(stream, frames.Code.NO_ERROR)
@@ -371,7 +408,7 @@ def decision(
     *,
     body: bytes = BODY,
     traced: bool = False,
-    distinct: bool = False,
+    distinct: bytes | None = None,
     open_streams: int = 0,
     compiled: Compiled | None = None,
 ) -> Play:
@@ -434,8 +471,8 @@ def decision(
     return ended
 
 
-async def measure(rounds: int, only: str) -> list[dict[str, Any]]:
-    """A row a layer whose name has `only` in it."""
+async def measure(rounds: int, only: str, shares: Shares | None = None) -> list[dict[str, Any]]:
+    """A row a layer whose name has `only` in it. `shares`: takes samples meanwhile."""
     layers: dict[str, Play] = {H2_PACKAGE: h2_package(), "protocol": protocol_alone(), "messages": messages()}
     layers |= {f"decision, {replicas} replicas": decision(replicas) for replicas in REPLICAS}
     layers["decision, 10 replicas, audit log"] = decision(10, Path(os.devnull))
@@ -444,12 +481,13 @@ async def measure(rounds: int, only: str) -> list[dict[str, Any]]:
     layers["decision, 10 replicas, 16 kB, tokenising"] = decision(10, memo=PrefixMemo(PromptProcessor(bundle())), body=LONG_BODY)
     layers["decision, 10 replicas, traceparent"] = decision(10, traced=True)
     layers["decision, 10 replicas, 1,000 open streams"] = decision(10, open_streams=OPEN_STREAMS)
-    for replicas, (size, body) in itertools.product((3, 100), {"2 kB": BODY, "16 kB": LONG_BODY}.items()):
+    kinds = ((3, "distinct", pages()), (100, "distinct", pages()), (3, "distinct unseen", unseen_words()))
+    for (replicas, kind, texts), (size, body) in itertools.product(kinds, DISTINCT.items()):
         for which in dict.fromkeys((None, installed())):
-            hasher = None if which is None else CompiledHasher(bundle(), which)
-            memo = PrefixMemo(PromptProcessor(bundle()), hasher=hasher)
-            name = f"decision, {replicas} replicas, {size}, distinct, {name_of(which)}"
-            layers[name] = decision(replicas, memo=memo, body=body, distinct=True, compiled=which)
+            processor = PromptProcessor(checkpoint())
+            memo = PrefixMemo(processor) if which is None else CompiledMemo(processor, which)
+            name = f"decision, {replicas} replicas, {size}, {kind}, {name_of(which)}"
+            layers[name] = decision(replicas, memo=memo, body=body, distinct=texts, compiled=which)
     layers = {name: play for name, play in layers.items() if only in name}
     least, cold = dict.fromkeys(layers, float("inf")), {name: list[float]() for name in layers}
     for play in layers.values():
@@ -459,7 +497,8 @@ async def measure(rounds: int, only: str) -> list[dict[str, Any]]:
     for _ in range(rounds):
         for name, play in layers.items():
             began = time.thread_time()
-            await play(REQUESTS)
+            with contextlib.nullcontext() if shares is None else shares.of(name):
+                await play(REQUESTS)
             least[name] = min(least[name], (time.thread_time() - began) / REQUESTS)
             if name != H2_PACKAGE:
                 await play(COLD_REQUESTS, cold[name])
@@ -477,13 +516,18 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=ROUNDS, help="default: %(default)s")
     parser.add_argument("--only", default="", help="layers whose names have this in them (default: all)")
+    parser.add_argument("--shares", action="store_true", help="print where the time goes, by samples, which themselves take time")
     parser.add_argument("--no-json", action="store_true", help="write no file")
     arguments = parser.parse_args()
-    rows = uvloop.run(measure(arguments.rounds, arguments.only))
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # so that all that it takes is this thread's
+    shares = Shares() if arguments.shares else None
+    rows = uvloop.run(measure(arguments.rounds, arguments.only, shares))
     table = Table("layer", "hot", "cold", title="What a request costs the picker, in µs of CPU")
     for row in rows:
         table.add_row(row["layer"], str(row["cpu_us"]), str(row.get("cold_us", "")))
     Console().print(table)
+    if shares is not None:
+        Console().print(shares.table())
     if arguments.no_json:
         return 0
     path = write_results("picker", {"rows": rows})

@@ -10,7 +10,8 @@ neighbours.
 **Between a letter and a space, a line feed or a Chinese full stop or comma**, for byte-level BPE: the pre-tokenizer's patterns
 match from left to right without looking back; where every alternative of a pattern ends at such a place once it has taken the
 letter, one word ends there and another begins, whatever follows. The alternatives of the patterns in use (GPT-2, GPT-4, o200k,
-Llama 3, Qwen, Mistral's Tekken, DeepSeek) are listed below; a pattern with any other is not cut at all.
+Llama 3, Qwen, Mistral's Tekken, DeepSeek) are listed below; a pattern with any other is not cut at all. Pre-tokenizers that drop
+white space end words there for every model that reads word by word.
 """
 
 import re
@@ -24,6 +25,8 @@ MIN_PIECE: Final = 2048
 _LETTER = "A-Za-zа-яА-Яぁ-ゖァ-ヺ一-鿿가-힣"
 _AFTER = " \n。，"
 _WORD_END = re.compile(f"[{_LETTER}][{_AFTER}]")
+
+_SPACED = re.compile(r"\S ")
 
 _CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _LETTERS_WITH_MARKS = (
@@ -68,6 +71,9 @@ class Cutter:
         self._longest = max(map(len, names), default=0)
         if not _repeats(spec.get("model") or {}) or any(token.get("single_word") for token in added):
             self._words, self._tokens = False, None
+        self.by_words = self._words and not any(_SPACED.search(token["content"]) or token.get("rstrip") for token in added)
+        """Whether texts may be cut before every space that follows a visible character of ASCII, too: no alternative takes a
+        space after such a one."""
 
     def pieces(self, text: str) -> list[str]:
         """The pieces of `text`, in order. Where two texts begin alike, so do their pieces, but for the last of the shorter."""
@@ -110,12 +116,14 @@ def _cuts_words(spec: dict[str, Any], added: list[dict[str, Any]]) -> bool:
     normalizer = spec.get("normalizer")
     if normalizer is not None and normalizer.get("type") != "NFC":
         return False
-    if (spec.get("model") or {}).get("type") != "BPE":
+    if (spec.get("model") or {}).get("type") not in ("BPE", "WordLevel", "WordPiece"):
         return False
     if any(_WORD_END.search(t["content"]) or (t.get("rstrip") and re.search(f"[{_LETTER}]$", t["content"])) for t in added):
         return False
     before = spec.get("pre_tokenizer") or {}
     steps = before.get("pretokenizers", []) if before.get("type") == "Sequence" else [before]
+    if any(step.get("type") == "ByteLevel" for step in steps[:-1]):  # what follows sees no spaces
+        return False
     # Each step must leave words whole, one of them must end them.
     kinds = [_ends_words(step) for step in steps]
     return None not in kinds and any(kinds)
@@ -129,6 +137,8 @@ def _ends_words(step: dict[str, Any]) -> bool | None:
             return bool(step.get("use_regex", True))
         case {"type": "Digits"}:
             return False
+        case {"type": "Whitespace" | "WhitespaceSplit"}:
+            return True
         case {"type": "Split", "pattern": {"Regex": str(pattern)}, "behavior": "Isolated", "invert": False}:
             alternatives = _alternatives(pattern)
             if not alternatives <= _ALTERNATIVES:

@@ -9,7 +9,7 @@ not kept.
 import hashlib
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from threading import Lock
 from typing import Any, Final, NamedTuple
 
@@ -39,7 +39,7 @@ class HashedPrompt(NamedTuple):
     long."""
 
 
-class _Node(NamedTuple):
+class Node(NamedTuple):
     """What is known at the end of a piece."""
 
     tokens: int
@@ -50,6 +50,20 @@ class _Node(NamedTuple):
     """Hash of the last complete block of all."""
     tail: tuple[int, ...]
     """Tokens after that block."""
+
+
+class Rest(NamedTuple):
+    """What is not remembered of a text: all of it from some piece on."""
+
+    pieces: list[str]
+    encode: Callable[[list[str]], list[list[int]]]
+    """The tokens of each of some texts; raises `PromptError`."""
+    alone: bool
+    """The tokenizer itself adds special tokens, by a rule that is not known here."""
+    before: list[int]
+    """Special tokens before those of the first piece."""
+    after: list[int]
+    """Special tokens after those of the last."""
 
 
 class PrefixMemo:
@@ -68,7 +82,7 @@ class PrefixMemo:
         self._hasher = hasher or BlockHasher(bundle.block_size, bundle.hash_seed)
         self._cutter = Cutter(bundle.tokenizer)
         self._wrap = _special_ids(msgspec.json.decode(bundle.tokenizer).get("post_processor"))
-        self._nodes: OrderedDict[bytes, _Node] = OrderedDict()
+        self._nodes: OrderedDict[bytes, Node] = OrderedDict()
         self._lock = Lock()
         self.bytes = 0
 
@@ -101,12 +115,20 @@ class PrefixMemo:
         nodes = self._known(keys)
         if len(nodes) < len(pieces):
             alone = special and self._wrap is None
-            ids = self.processor.encode_pieces(pieces[len(nodes) :], alone, param)
-            if not nodes:
-                ids[0] = before + ids[0]
-            ids[-1] += after
-            nodes += self._add(nodes, keys, ids, extra)
+
+            def encode(texts: list[str]) -> list[list[int]]:
+                return self.processor.encode_pieces(texts, alone, param)
+
+            added = self._encoded(nodes, Rest(pieces[len(nodes) :], encode, alone, [] if nodes else before, after), extra)
+            nodes += self._add(keys[len(nodes) :], added)
         return _joined(nodes)
+
+    def _encoded(self, known: list[Node], rest: Rest, extra: ExtraKeys) -> list[Node]:
+        """The nodes of the rest of a text, which follow `known`; raises what `rest.encode` does."""
+        ids = rest.encode(rest.pieces)
+        ids[0] = rest.before + ids[0]
+        ids[-1] += rest.after
+        return self._chained(known, ids, extra)
 
     def _with_images(self, path: str, ids: list[int], images: Sequence[ImagePart], extra: ExtraKeys) -> HashedPrompt:
         """The content of an image that has yet to be fetched is not known, and with it nothing that follows."""
@@ -131,12 +153,12 @@ class PrefixMemo:
         pieces = [ids[start : start + IDS_PIECE] for start in range(0, len(ids), IDS_PIECE)]
         keys = _keys(b"ids", extra, (array("I", piece).tobytes() for piece in pieces))
         nodes = self._known(keys)
-        nodes += self._add(nodes, keys, pieces[len(nodes) :], extra)
+        nodes += self._add(keys[len(nodes) :], self._chained(nodes, pieces[len(nodes) :], extra))
         return _joined(nodes)
 
-    def _known(self, keys: Sequence[bytes]) -> list[_Node]:
+    def _known(self, keys: Sequence[bytes]) -> list[Node]:
         """The longest remembered run from the beginning."""
-        nodes: list[_Node] = []
+        nodes: list[Node] = []
         with self._lock:
             for key in keys:
                 node = self._nodes.get(key)
@@ -146,20 +168,24 @@ class PrefixMemo:
                 nodes.append(node)
         return nodes
 
-    def _add(self, known: list[_Node], keys: Sequence[bytes], pieces: Sequence[Sequence[int]], extra: ExtraKeys) -> list[_Node]:
-        """The nodes of `pieces`, which follow `known`."""
+    def _chained(self, known: list[Node], pieces: Sequence[Sequence[int]], extra: ExtraKeys) -> list[Node]:
+        """The nodes of pieces in tokens, which follow `known`."""
         size = self._hasher.block_size
         tokens, parent, tail = (known[-1].tokens, known[-1].parent, known[-1].tail) if known else (0, None, ())
-        added: list[_Node] = []
+        added: list[Node] = []
         for piece in pieces:
             todo = (*tail, *piece)
             hashes = self._hasher.chain(parent, todo, extra, tokens - len(tail))
             tokens += len(piece)
             parent = hashes[-1] if hashes else parent
             tail = todo[len(hashes) * size :]
-            added.append(_Node(tokens, b"".join(hashes), parent, tail))
+            added.append(Node(tokens, b"".join(hashes), parent, tail))
+        return added
+
+    def _add(self, keys: Sequence[bytes], added: list[Node]) -> list[Node]:
+        """Remembers `added` by their names."""
         with self._lock:
-            for key, node in zip(keys[len(known) :], added, strict=True):
+            for key, node in zip(keys, added, strict=True):
                 if key not in self._nodes:
                     self._nodes[key] = node
                     self.bytes += NODE_BYTES + len(node.hashes)
@@ -179,7 +205,7 @@ def _keys(kind: bytes, extra: ExtraKeys, pieces: Iterable[bytes]) -> list[bytes]
     return keys
 
 
-def _joined(nodes: list[_Node]) -> HashedPrompt:
+def _joined(nodes: list[Node]) -> HashedPrompt:
     hashes = b"".join([node.hashes for node in nodes])
     blocks = tuple([hashes[at : at + DIGEST_BYTES] for at in range(0, len(hashes), DIGEST_BYTES)])
     return HashedPrompt(nodes[-1].tokens if nodes else 0, blocks)

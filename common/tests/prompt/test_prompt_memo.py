@@ -142,7 +142,7 @@ def tokenizers() -> dict[str, Tokenizer]:
     }
 
 
-CUT = {"gpt2", "gpt2+bos", "llama3", "qwen", "o200k", "tekken+both", "deepseek"}
+CUT = {"gpt2", "gpt2+bos", "llama3", "qwen", "o200k", "tekken+both", "deepseek", "words"}
 KINDS = list(tokenizers())
 texts = st.lists(st.sampled_from(PARTS), max_size=40).map("".join)
 
@@ -316,7 +316,17 @@ def test_memory_is_what_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         {"model": {"type": "BPE", "dropout": 0.1}, "added_tokens": [{"content": "<|a|>", "normalized": False}]},
         {"model": {"type": "BPE"}, "pre_tokenizer": {"type": "Split", "pattern": {"Regex": r"\w+|\s+"}, "behavior": "Isolated"}},
-        {"model": {"type": "BPE"}, "pre_tokenizer": {"type": "Whitespace"}},
+        {"model": {"type": "Unigram"}, "pre_tokenizer": {"type": "Whitespace"}},
+        {
+            "model": {"type": "BPE"},
+            "pre_tokenizer": {
+                "type": "Sequence",
+                "pretokenizers": [
+                    {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False},
+                    {"type": "Whitespace"},
+                ],
+            },
+        },
         {"model": {"type": "BPE"}},
         {
             "model": {"type": "BPE"},

@@ -7,6 +7,8 @@ mod hashing;
 mod index;
 mod price;
 mod residency;
+mod text;
+mod words;
 
 use arrays::{Table, cells, values};
 use pyo3::buffer::PyBuffer;
@@ -126,10 +128,11 @@ fn chain<'py>(
 #[pymodule]
 fn penstock_gateway_native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     // Number of the interface in `penstock.gateway.picker.compiled`.
-    module.add("INTERFACE", 2)?;
+    module.add("INTERFACE", 3)?;
     module.add("VERSION", env!("CARGO_PKG_VERSION"))?;
     module.add("FIGURES", price::FIGURES)?;
     module.add_class::<index::ResidencyIndex>()?;
+    module.add_class::<text::TextHasher>()?;
     module.add_function(wrap_pyfunction!(chain, module)?)?;
     module.add_function(wrap_pyfunction!(fold, module)?)?;
     module.add_function(wrap_pyfunction!(rank, module)?)

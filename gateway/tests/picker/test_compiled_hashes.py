@@ -8,12 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from penstock.gateway.load.compiled_hasher import CompiledHasher
+from penstock.gateway.load.compiled_hasher import CompiledHasher, CompiledMemo
 from penstock.gateway.load.prompts import PromptLibrary
 from penstock.gateway.picker.compiled import MODULE, installed
 from penstock.gateway.picker.state import FleetState
 from penstock.prompt.bundle import PromptBundle
 from penstock.prompt.hashing import BlockHasher, ExtraKeys, PromptItem
+from penstock.prompt.memo import PrefixMemo
 
 pytest.importorskip(MODULE, reason="penstock-gateway-native is not built: make native")
 names = st.text(max_size=4)
@@ -59,11 +60,12 @@ def test_blocks_without_tokens_are_refused() -> None:
     assert compiled.chain(b"", array("I", [1]), 16, b"", b"") == []
 
 
-def test_the_library_of_a_gateway_hashes_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_library_of_a_gateway_hashes_so() -> None:
     tokenizer = Tokenizer(models.WordLevel({"w": 0}, unk_token="w"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     of = msgspec.structs.replace(bundle(2), tokenizer=tokenizer.to_str())
-    memo = PromptLibrary(FleetState(compiled=installed()))._memo_of(of)
-    monkeypatch.setattr(CompiledHasher, "chain", lambda *_: [b"compiled" * 4])
-    [prompt] = memo.hashed("/v1/completions", {"prompt": "w w"}, ExtraKeys())
-    assert prompt.block_hashes == (b"compiled" * 4,)
+    for compiled, kind in ((installed(), CompiledMemo), (None, PrefixMemo)):
+        memo = PromptLibrary(FleetState(compiled=compiled))._memo_of(of)
+        assert type(memo) is kind
+        [prompt] = memo.hashed("/v1/completions", {"prompt": "w w"}, ExtraKeys())
+        assert prompt.block_hashes == tuple(BlockHasher(2, "s").hash([0, 0]))

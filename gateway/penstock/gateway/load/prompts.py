@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import aiohttp
 
 from penstock.api.fleet import Replica
-from penstock.gateway.load.compiled_hasher import CompiledHasher
+from penstock.gateway.load.compiled_hasher import CompiledMemo
 from penstock.gateway.load.replica_client import ReplicaClient
 from penstock.gateway.load.tokenized import TokenizedPrompts, by_bytes, exact, extra_keys, guessed_tokens, space_of
 from penstock.gateway.load.traits import FOREIGN_SEED
@@ -173,8 +173,7 @@ class PromptLibrary:
 
     def _memo_of(self, bundle: PromptBundle) -> PrefixMemo:
         compiled = self._state.compiled
-        hasher = None if compiled is None else CompiledHasher(bundle, compiled)
-        return PrefixMemo(PromptProcessor(bundle), hasher=hasher)
+        return PrefixMemo(PromptProcessor(bundle)) if compiled is None else CompiledMemo(PromptProcessor(bundle), compiled)
 
     def _spaces(self, replicas: Sequence[Replica]) -> _Groups:
         """The hash spaces of most of these replicas, each with those that are in it; and the ready replicas of others' engines

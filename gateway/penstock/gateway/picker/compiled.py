@@ -7,7 +7,7 @@ the compiled one against.
 import importlib
 import logging
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol, cast
 
 import numpy as np
@@ -17,10 +17,42 @@ from penstock.gateway.picker.figures import Figures, Floats
 from penstock.gateway.residency.index import MAX_BLOCKS, MAX_BLOCKS_PER_REPLICA, Knowledge, ResidencyIndex
 
 PACKAGE, MODULE = "penstock-gateway-native", "penstock_gateway_native"
-INTERFACE = 2
+INTERFACE = 3
 """Number of what follows; rises with each change of it. A package with another number is not used."""
 
 log = logging.getLogger(__name__)
+
+
+class TextHasher(Protocol):
+    """Hashes texts of one tokenizer, and remembers the tokens of their words. Thread-safe."""
+
+    def hashed(
+        self,
+        pieces: Sequence[str],
+        encode: Callable[[list[str]], list[list[int]]],
+        by_words: bool,
+        before: Sequence[int],
+        after: Sequence[int],
+        parent: bytes,
+        tail: Sequence[int],
+        every: bytes,
+        first: bytes,
+    ) -> list[tuple[int, bytes, list[int]]]:
+        """Of each piece of a text the number of its tokens, the hashes of the blocks that it completes, concatenated, and the
+        tokens after them. Raises `UnicodeEncodeError` for half of a surrogate pair, and what `encode` raises.
+
+        Args:
+            pieces: In order; the tokens of the text are those of its pieces.
+            encode: The tokens of each of these texts, which are pieces, or words of pieces that are not remembered.
+            by_words: Whether pieces may be cut between words; see `penstock.prompt.cuts.Cutter.by_words`.
+            before: Tokens before those of the first piece.
+            after: Tokens after those of the last.
+            parent: Hash of the block before, or the root.
+            tail: Tokens after that block.
+            every: What each block holds behind its tokens.
+            first: What the first block holds besides; empty where `parent` is not the root.
+        """
+        ...
 
 
 class Compiled(Protocol):
@@ -66,6 +98,10 @@ class Compiled(Protocol):
     def chain(self, parent: bytes, tokens: "array[int]", block_size: int, every: bytes, first: bytes) -> list[bytes]:
         """The chained hashes of the full blocks of `tokens`, uint32, after the block `parent`: behind its tokens each block holds
         `every`, and the first one `first`."""
+        ...
+
+    def TextHasher(self, block_size: int) -> TextHasher:
+        """A `TextHasher` that remembers nothing yet."""
         ...
 
     def ResidencyIndex(self, per_replica: int, total: int, unknown: Knowledge) -> ResidencyIndex:

@@ -1,0 +1,108 @@
+//! From the pieces of a text to token counts and block hashes.
+
+use std::sync::{Mutex, PoisonError};
+
+use pyo3::exceptions::PyValueError;
+use pyo3::prelude::*;
+use pyo3::types::{PyBytes, PyString};
+
+use crate::hashing::chain;
+use crate::words::{Asked, Words};
+
+/// Words a generation: about 15 MB in two.
+const MOST_WORDS: usize = 65_536;
+
+/// A piece's number of tokens, the hashes of the blocks that it completes, and the tokens after them.
+type Hashed<'py> = (usize, Bound<'py, PyBytes>, Vec<u32>);
+
+/// Hashes texts of one tokenizer, whose words it remembers. Thread-safe.
+#[pyclass(frozen)]
+pub struct TextHasher {
+    block_size: usize,
+    words: Mutex<Words>,
+}
+
+#[pymethods]
+impl TextHasher {
+    /// `block_size` is in tokens.
+    #[new]
+    fn new(block_size: usize) -> PyResult<Self> {
+        if block_size == 0 {
+            return Err(PyValueError::new_err("a block has no tokens"));
+        }
+        Ok(TextHasher { block_size, words: Mutex::new(Words::new(MOST_WORDS)) })
+    }
+
+    /// See `penstock.gateway.picker.compiled.TextHasher`. Other threads run meanwhile, but for `encode`.
+    #[allow(clippy::too_many_arguments)]
+    fn hashed<'py>(
+        &self,
+        py: Python<'py>,
+        pieces: Vec<Bound<'py, PyString>>,
+        encode: &Bound<'py, PyAny>,
+        by_words: bool,
+        before: Vec<u32>,
+        after: Vec<u32>,
+        parent: &[u8],
+        tail: Vec<u32>,
+        every: &[u8],
+        first: &[u8],
+    ) -> PyResult<Vec<Hashed<'py>>> {
+        let texts = pieces.iter().map(|piece| piece.to_str()).collect::<PyResult<Vec<&str>>>()?;
+        let mut tokens = if by_words { self.by_words(py, &texts, encode)? } else { answers(encode, &texts)? };
+        if tokens.len() != texts.len() {
+            return Err(PyValueError::new_err("encode has not answered each text"));
+        }
+        if let Some(piece) = tokens.first_mut() {
+            piece.splice(0..0, before);
+        }
+        if let Some(piece) = tokens.last_mut() {
+            piece.extend(after);
+        }
+        let hashed = py.detach(|| self.chained(tokens, parent, tail, every, first));
+        Ok(hashed.into_iter().map(|(count, names, tail)| (count, PyBytes::new(py, names.as_flattened()), tail)).collect())
+    }
+}
+
+impl TextHasher {
+    fn by_words(&self, py: Python<'_>, texts: &[&str], encode: &Bound<'_, PyAny>) -> PyResult<Vec<Vec<u32>>> {
+        let (reads, asked) = py.detach(|| {
+            let mut words = self.words.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut asked = Asked::default();
+            let reads: Vec<_> = texts.iter().map(|text| words.read(text, &mut asked)).collect();
+            (reads, asked)
+        });
+        let found = if asked.texts.is_empty() { Vec::new() } else { answers(encode, &asked.texts)? };
+        if !found.is_empty() {
+            py.detach(|| self.words.lock().unwrap_or_else(PoisonError::into_inner).learn(&asked, &found));
+        }
+        let filled: Option<Vec<_>> = reads.into_iter().map(|read| read.filled(&found)).collect();
+        filled.ok_or_else(|| PyValueError::new_err("encode has not answered each text"))
+    }
+
+    fn chained(
+        &self,
+        pieces: Vec<Vec<u32>>,
+        parent: &[u8],
+        mut tail: Vec<u32>,
+        every: &[u8],
+        mut first: &[u8],
+    ) -> Vec<(usize, Vec<[u8; 32]>, Vec<u32>)> {
+        let mut last = parent.to_vec();
+        let mut hashed = Vec::with_capacity(pieces.len());
+        for piece in pieces {
+            tail.extend_from_slice(&piece);
+            let names = chain(&last, &tail, self.block_size, every, first);
+            if let Some(name) = names.last() {
+                (last, first) = (name.to_vec(), b"");
+                tail.drain(..names.len() * self.block_size);
+            }
+            hashed.push((piece.len(), names, tail.clone()));
+        }
+        hashed
+    }
+}
+
+fn answers(encode: &Bound<'_, PyAny>, texts: &[&str]) -> PyResult<Vec<Vec<u32>>> {
+    encode.call1((texts.to_vec(),))?.extract()
+}
