@@ -73,9 +73,9 @@ class Shares:
             signal.signal(signal.SIGPROF, before)
 
     def table(self) -> Table:
-        """A column a layer, in per cent."""
-        table = Table("part", *self._samples, title="Where the CPU time goes, in per cent")
-        for part in (*(name for name, _ in PARTS), OTHER):
-            shares = [100 * counts[part] / max(counts.total(), 1) for counts in self._samples.values()]
-            table.add_row(part, *(f"{share:.0f}" for share in shares))
+        """A row a layer, in per cent, the largest first."""
+        table = Table("layer", "per cent of the CPU time", title="Where it goes", show_lines=True)
+        for layer, counts in self._samples.items():
+            shares = [(part, 100 * count / counts.total()) for part, count in counts.most_common()]
+            table.add_row(layer, ", ".join(f"{part} {share:.0f}" for part, share in shares))
         return table
