@@ -9,7 +9,7 @@ use pyo3::types::{PyBytes, PyString};
 use crate::hashing::chain;
 use crate::words::{Asked, Words};
 
-/// Words a generation: about 15 MB in two.
+/// Words a generation: 16 MB in two, where words have eight letters.
 const MOST_WORDS: usize = 65_536;
 
 /// A piece's number of tokens, the hashes of the blocks that it completes, and the tokens after them.

@@ -38,7 +38,7 @@ class CompiledMemo(PrefixMemo):
         self._texts = compiled.TextHasher(hasher.block_size)
 
     def _encoded(self, known: list[Node], rest: Rest, extra: ExtraKeys) -> list[Node]:
-        """See `PrefixMemo`."""
+        """The nodes of the rest of a text, in one call of the package; see `PrefixMemo`."""
         tokens, parent, tail = (known[-1].tokens, known[-1].parent, known[-1].tail) if known else (0, None, ())
         by_words = self._cutter.by_words and not rest.alone
         first = first_keys(extra) if parent is None else b""
