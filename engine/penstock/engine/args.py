@@ -429,12 +429,8 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
 
     def _check_pipeline(self, stages: int) -> None:
         """Refuses what the stages of a pipeline cannot do so far."""
-        for flag, given in (
-            ("--runner pooling", self.runner == "pooling"),
-            ("--kv-transfer-config", self.kv_transfer_config),
-        ):
-            if given:
-                raise ConfigError(f"{flag} does not go with --pipeline-parallel-size {stages} so far")
+        if self.kv_transfer_config is not None:
+            raise ConfigError(f"--kv-transfer-config does not go with --pipeline-parallel-size {stages} so far")
         if self.async_scheduling is False:
             raise ConfigError(f"--no-async-scheduling: --pipeline-parallel-size {stages} keeps a plan in flight for each stage")
 

@@ -3,7 +3,6 @@
 The stages run in one process, so that drafts can be said to pay, and can be compared with plain torch's.
 """
 
-from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import msgspec
 import pytest
 import torch
 from draft_heads import ReferenceHead, ReferenceMtp, Told, save_head
+from stages_here import Stages
 from test_core_with_runner import Engine, requests
 from test_draft_heads import HEADS
 from test_draft_model import drafts_pay
@@ -18,13 +18,7 @@ from test_drafts_in_core import K
 from test_pipeline_parallel import NUM_BLOCKS, StagedEngine, config_of
 
 from penstock.engine.args import EngineArgs
-from penstock.engine.config import EngineConfig, SpeculativeConfig
-from penstock.engine.core.plan import SampledTokens, SampleInputs, StepPlan, StepResult
-from penstock.engine.models.layers.shard import Stage
-from penstock.engine.parallel.group import Group
-from penstock.engine.parallel.links import Link
-from penstock.engine.parallel.shared_memory import SharedMemory
-from penstock.engine.runner.model_runner import ModelRunner
+from penstock.engine.config import SpeculativeConfig
 from penstock.engine.sampling import SamplingParams
 
 transformers = pytest.importorskip("transformers")
@@ -33,49 +27,6 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMS
 LIMITS = {"num_speculative_tokens": K, "num_lookahead_tokens": K}
 BATCH = [it for it in requests(False) if it.index % 3 == 0 or it.index == 1]
 """Of requests with a common prefix one alone: the last entry of a shared block may rest on another one's next token."""
-
-
-class Stages:
-    """Runs each step of all stages at once, as `ProcessExecutor` has them do."""
-
-    def __init__(self, config: EngineConfig) -> None:
-        stages, self.runners = config.parallel.pipeline_parallel_size, list[ModelRunner]()
-        links = [Link() for _ in range(stages - 1)]
-        self._ends = links  # closed with this
-        for number in range(stages):
-            before = links[number - 1].receiver if number else None
-            after = links[number].sender if number + 1 < stages else None
-            group = Group(0, 1, SharedMemory.create(1), "", 5.0, None, Stage(number, stages), before, after)
-            self.runners.append(ModelRunner(config, group))
-        self._results, self._sampled = deque[StepResult](), list[SampledTokens]()
-        self.call("load")
-        self.call("initialize_kv_cache", NUM_BLOCKS)
-
-    def submit(self, plan: StepPlan) -> None:
-        sampled, self._sampled = self._sampled, []
-        for runner in self.runners:
-            for step in sampled if runner is not self.runners[-1] else ():
-                runner.follow(step)
-            runner.execute(plan)
-
-    def sample(self, inputs: SampleInputs) -> None:
-        self._results.append([runner.sample(inputs) for runner in self.runners][-1])
-
-    def collect(self) -> StepResult:
-        result = self._results.popleft()
-        self._sampled.append(SampledTokens(result.step_id, result.token_ids, result.counts, result.drafts))
-        return result
-
-    def call(self, method: str, *args: Any) -> list[Any]:
-        return [getattr(runner, method)(*args) for runner in self.runners]
-
-    call_beside = call
-
-    def check(self) -> None:
-        """Nothing can be gone."""
-
-    def close(self) -> None:
-        """Nothing runs."""
 
 
 def staged(path: Path, monkeypatch, stages: int = 2, **speculative: Any) -> StagedEngine:

@@ -9,7 +9,10 @@ import msgspec
 import numpy as np
 import pytest
 from embedding_models import MODES, write_modules
+from stages_here import Stages
+from test_pipeline_parallel import config_of
 
+from penstock.engine.args import EngineArgs
 from penstock.engine.config import SchedulerConfig
 from penstock.engine.core.core import EngineCore
 from penstock.engine.core.executor import InlineExecutor, ThreadExecutor
@@ -33,8 +36,12 @@ class Engine:
     """A core, and what it has told."""
 
     def __init__(self, runner: Any, depth: int, num_blocks: int) -> None:
-        runner.warm_up()
-        executor = InlineExecutor(runner) if depth == 1 else ThreadExecutor(runner)
+        if isinstance(runner, Stages):
+            runner.call("warm_up")
+            executor = runner
+        else:
+            runner.warm_up()
+            executor = InlineExecutor(runner) if depth == 1 else ThreadExecutor(runner)
         self.core = EngineCore(msgspec.structs.replace(runner.config, depth=depth), executor, num_blocks, epoch=1)
         self.vectors: dict[int, bytes] = {}
         self.finished: list[Finished] = []
@@ -90,6 +97,14 @@ def test_a_crowd_changes_no_bit(path: Path, alone: dict[int, bytes], build_runne
 
     again = engine.run([msgspec.structs.replace(one, index=one.index + 10) for one in requests()])
     assert {index - 10: vector for index, vector in again.items() if index >= 10} == alone
+
+
+@pytest.mark.req("DX-09")
+def test_the_last_stage_of_a_pipeline_pools(path: Path, alone: dict[int, bytes]) -> None:
+    stages = Stages(config_of(path, 2))
+    assert Engine(stages, 2, NUM_BLOCKS).run(requests()) == alone
+    assert all(runner.model.lm_head is None for runner in stages.runners)
+    assert EngineArgs(model=str(path), device="cpu", pipeline_parallel_size=2).config().model.pooling is not None
 
 
 def test_whoever_is_preempted_amid_its_prompt_ends_with_the_same_bits(

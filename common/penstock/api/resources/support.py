@@ -8,7 +8,6 @@ from penstock.api.resources.pools import Pool
 
 DRAFTS: Final = ("ngram", "suffix", "draft_model", "eagle", "eagle3", "mtp", "auto")
 """Methods of speculative decoding that engines have."""
-"""Those of them that need no model."""
 
 WEIGHTS: Final = (
     "int8_per_channel_weight_only",

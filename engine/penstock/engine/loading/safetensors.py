@@ -112,7 +112,7 @@ def check_weights(model: Loadable, path: Path) -> list[StoredTensor]:
             not take; the message names it.
     """
     wanted = model.weights()
-    stored = _with_body([_renamed(tensor) for file in _files(path) for tensor in _header(file)], wanted)
+    stored = _with_body([_renamed(tensor) for file in _files(path) for tensor in _header(file)], model, wanted)
     stored = [part for tensor in stored for part in _by_expert(tensor, wanted)]
     found = [tensor for tensor in stored if tensor.name in wanted]
     unexpected = [tensor.name for tensor in stored if tensor.name not in wanted and not model.ignores(tensor.name)]
@@ -130,11 +130,13 @@ def _renamed(tensor: StoredTensor) -> StoredTensor:
     return tensor
 
 
-def _with_body(stored: list[StoredTensor], wanted: Weights) -> list[StoredTensor]:
-    """The tensors by the model's names, where the checkpoint lacks what goes before them."""
+def _with_body(stored: list[StoredTensor], model: Loadable, wanted: Weights) -> list[StoredTensor]:
+    """The tensors by the model's names, where the checkpoint lacks what goes before them; those of other pipeline stages too."""
     if any(tensor.name.startswith(BODY) for tensor in stored):
         return stored
-    return [tensor._replace(name=BODY + tensor.name) if BODY + tensor.name in wanted else tensor for tensor in stored]
+    names = {tensor.name: BODY + tensor.name for tensor in stored}
+    known = {name for name, whole in names.items() if whole in wanted or model.ignores(whole)}
+    return [tensor._replace(name=names[tensor.name]) if tensor.name in known else tensor for tensor in stored]
 
 
 def _by_expert(tensor: StoredTensor, wanted: Weights) -> list[StoredTensor]:

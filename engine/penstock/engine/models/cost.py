@@ -115,11 +115,13 @@ def stage_sizes(
     dtype: DType,
     quantization: QuantizationName | CheckpointQuantization | None = None,
     drafts: float = 0.0,
+    *,
+    lm_head: bool = True,
 ) -> list[float]:
-    """Bytes of weights that a step reads in each layer, with the LM head and what the drafts of a step read behind the last: what
-    pipeline stages divide."""
+    """Bytes of weights that a step reads in each layer, with the LM head, if there is one, and what the drafts of a step read
+    behind the last: what pipeline stages divide."""
     sizes = [sum(layer_weights(config, layer, dtype, quantization)) for layer in range(config.num_layers)]
-    sizes[-1] += lm_head_bytes(config, dtype) + drafts
+    sizes[-1] += (lm_head_bytes(config, dtype) if lm_head else 0) + drafts
     return sizes
 
 

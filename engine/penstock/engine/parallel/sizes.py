@@ -5,7 +5,7 @@ from typing import Final
 from penstock.engine.config import ConfigError, EplbConfig
 from penstock.engine.models.config import DecoderConfig
 from penstock.engine.models.layers.shard import Shard, Stage
-from penstock.engine.models.registry import family, full_name, has_lm_head
+from penstock.engine.models.registry import family, full_name
 
 _FAMILIES: Final = (
     *("Cohere", "Cohere2", "Ernie4_5", "Exaone4", "Gemma", "Gemma2", "Gemma3", "Glm", "Glm4", "Granite", "Llama", "Ministral"),
@@ -39,8 +39,6 @@ def check_stages(architecture: str, config: DecoderConfig, stages: int) -> None:
     flag = f"--pipeline-parallel-size {stages}"
     if family(architecture).reads_images:
         raise ConfigError(f"{flag}: {architecture} reads images, which no stages do so far")
-    if not has_lm_head(architecture):
-        raise ConfigError(f"{flag}: {architecture} embeds, which no stages do so far")
     try:
         Stage(0, stages).layers([1.0] * config.num_layers)  # their number alone decides
     except ValueError as error:

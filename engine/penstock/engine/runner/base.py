@@ -155,7 +155,8 @@ class RunnerBase(Turns[Runtime, Step, Sampled]):
             # Each rank has all of what drafts, and its part of a layer.
             times = self.config.speculative.num_speculative_tokens * self._shard.world
             drafts = times * draft_bytes(drafter.config, model.dtype, logits)
-        return self._stage.layers(stage_sizes(self.decoder_config, model.dtype, model.weight_quantization, drafts))
+        given = self.decoder_config, model.dtype, model.weight_quantization, drafts
+        return self._stage.layers(stage_sizes(*given, lm_head=model.pooling is None))
 
     def _kept_layers(self, layers: range) -> set[int]:
         """Of a pipeline stage, whose pages it keeps: behind the target's layers are those of a draft model or a head."""

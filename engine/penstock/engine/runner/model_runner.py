@@ -102,7 +102,7 @@ class ModelRunner(RunnerBase[HostRuntime, HostStep, StepResult]):
         self._follower: Follower | None = None
         if not self._stage.last:
             self._follower = Follower(scheduler.max_num_seqs, scheduler.num_speculative_tokens)
-        self._pooler = Pooler(pooling.tokens, pooling.size) if pooling is not None else None
+        self._pooler = Pooler(pooling.tokens, pooling.size) if pooling is not None and self._stage.last else None
         self._reset()
 
     def load(self) -> None:
@@ -317,11 +317,12 @@ class ModelRunner(RunnerBase[HostRuntime, HostStep, StepResult]):
             some = self._exchange.begin(len(inputs.input_ids) if len(plan.rows) else 0)
             if some and not len(plan.rows):
                 self._exchange.serve()
+        if self._pooler is not None and not len(plan.rows):
+            return Forward(pooled=self._pooler.pool(plan, step.starts, torch.empty(0)))
         if self._relay is not None:
             return self._stage_states(step, self._relay)
         if self._pooler is not None:
-            hidden = self.model.forward(given, inputs.positions, ctx) if len(plan.rows) else torch.empty(0)
-            return Forward(pooled=self._pooler.pool(plan, step.starts, hidden))
+            return Forward(pooled=self._pooler.pool(plan, step.starts, self.model.forward(given, inputs.positions, ctx)))
         samples = len(inputs.sampled_rows) > 0
         tapes = self._step_tapes() if step.asked is None and given is inputs.input_ids else None
         if tapes is not None and (taped := tapes.run(inputs, ctx)) is not None:
@@ -338,7 +339,7 @@ class ModelRunner(RunnerBase[HostRuntime, HostStep, StepResult]):
             return Forward()
         with relay.passing(plan.step_id):
             step.carry = relay.receive(plan.step_id, len(inputs.input_ids))
-            tapes = self._step_tapes() if step.asked is None and not relay.is_alone else None
+            tapes = self._step_tapes() if step.asked is None and self._pooler is None and not relay.is_alone else None
             taped = None if tapes is None else tapes.run(inputs, step.ctx)
             samples = len(inputs.sampled_rows) > 0
             model, given = self._staged(relay), (inputs.input_ids, inputs.positions, step.ctx)
@@ -347,6 +348,8 @@ class ModelRunner(RunnerBase[HostRuntime, HostStep, StepResult]):
                 return Forward()
             if taped is not None:
                 return Forward(taped if samples else None)
+            if self._pooler is not None:
+                return Forward(pooled=self._pooler.pool(plan, step.starts, model.forward(*given)))
             return self._score(model.forward(*given), inputs.logits_indices if samples else None, step.asked)
 
     def _sample(self, launched: Launched[HostStep], inputs: SampleInputs) -> StepResult:
