@@ -8,6 +8,7 @@ The first build takes about ten minutes on two cores, modules included; later on
 import compileall
 import fcntl
 import hashlib
+import importlib.metadata
 import os
 import re
 import shutil
@@ -17,6 +18,7 @@ import sysconfig
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,6 +28,7 @@ from e2e.cluster import crds
 from e2e.cluster.commands import CommandError, TestbedError, run
 
 TOOLS = Path(__file__).parent / "tools"
+REPOSITORY = Path(__file__).parents[2]
 
 
 @dataclass(frozen=True)
@@ -91,11 +94,22 @@ def compile_python(sources: Iterable[Path]) -> None:
     lock = os.open(packages, os.O_RDONLY)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        for folder in (packages, *sources):
+        for folder in (*_packages_of_images(packages), *sources):
             # The result says whether all could be compiled; some packages carry files that are not for this Python.
-            compileall.compile_dir(folder, quiet=2, workers=0)  # one a core
+            compileall.compile_dir(folder, quiet=2, workers=0, rx=re.compile("/tests?/"))  # one process a core
     finally:
         os.close(lock)
+
+
+def _packages_of_images(packages: Path) -> list[Path]:
+    """The folders below `packages` of what a container may import: the environment has much more, for tests."""
+    folders: set[str] = set()
+    for image in ("engine", "gateway", "operator"):
+        lock = (REPOSITORY / f"requirements/{image}.txt").read_text()
+        for name in re.findall(r"^([\w.-]+)==", lock, re.MULTILINE):
+            with suppress(importlib.metadata.PackageNotFoundError):  # of another platform
+                folders |= {file.parts[0] for file in importlib.metadata.files(name) or () if len(file.parts) > 1}
+    return [packages / folder for folder in sorted(folders) if folder != ".." and (packages / folder).is_dir() and not folder.endswith("-info")]
 
 
 def _is_built(name: str, program: Program) -> bool:
