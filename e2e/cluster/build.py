@@ -109,7 +109,8 @@ def _packages_of_images(packages: Path) -> list[Path]:
         for name in re.findall(r"^([\w.-]+)==", lock, re.MULTILINE):
             with suppress(importlib.metadata.PackageNotFoundError):  # of another platform
                 folders |= {file.parts[0] for file in importlib.metadata.files(name) or () if len(file.parts) > 1}
-    return [packages / folder for folder in sorted(folders) if folder != ".." and (packages / folder).is_dir() and not folder.endswith("-info")]
+    own = sorted(folder for folder in folders if folder != ".." and not folder.endswith("-info"))  # beside those are programs
+    return [packages / folder for folder in own if (packages / folder).is_dir()]
 
 
 def _is_built(name: str, program: Program) -> bool:
