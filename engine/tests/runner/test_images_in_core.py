@@ -13,10 +13,12 @@ import safetensors.torch
 import torch
 from draft_heads import ReferenceHead, Told, save_head
 from PIL import Image
+from stages_here import Stages
 from test_core_with_runner import Engine
 from test_draft_model import K, drafts_pay
 from test_drafts_in_core import Watched
 from test_offload_in_core import Engine as Offloading
+from test_pipeline_parallel import StagedEngine
 from test_tensor_parallel_core import DividedEngine, build_executor
 from vision_models import IMAGE_TOKEN, QWEN3_MOE, SEEING
 
@@ -467,6 +469,31 @@ def test_ranks_divide_the_decoder_and_each_has_the_tower(family, request_of, sch
     stats = engine.core.stats().encoder
     assert stats.encoded == 5
     assert stats.seconds > 0
+
+
+@pytest.mark.req("DX-09")
+def test_the_first_stage_of_a_pipeline_has_the_tower(family, path, scheduler, request_of, expected):
+    """Later stages know where images are, get what DeepStack adds to their layers, and read none of the tower's weights."""
+    count = 3 if family is SEEING["qwen3_vl"] else 2  # the second of three has the second layer to which features are added
+    config = EngineConfig(
+        model=read_model_config(path, served_names=(), dtype="float32", max_model_len=320),
+        cache=CacheConfig(block_size=16),
+        scheduler=msgspec.structs.replace(scheduler, pipeline_stages=count),
+        parallel=ParallelConfig(pipeline_parallel_size=count),
+        lora=LoraConfig(),
+        depth=count,
+    )
+    stages = Stages(config)
+    engine = StagedEngine(config, stages)
+    found = engine.run([shortened(request_of(at, LAYOUTS[at])) for at in (3, 6, 7)])
+    assert found == {at: expected[at][0][:SHORT] for at in (3, 6, 7)}
+    assert engine.core.stats().encoder.encoded == 5
+    towers = [[name for name in runner.model.weights() if name.startswith(("vis", "multi"))] for runner in stages.runners]
+    assert towers[0] and not any(towers[1:])
+    args = EngineArgs(model=str(path), device="cpu", pipeline_parallel_size=2, max_num_seqs=4, max_model_len=320)
+    assert args.config().model.images is not None
+    with pytest.raises(ConfigError, match="do not go with images and --pipeline-parallel-size 2"):
+        msgspec.structs.replace(args, spec_method="draft_model", spec_model=str(path)).config()
 
 
 def test_pages_on_a_disk_are_not_found_where_images_are_read_in_another_size(build_runner, path, settings):

@@ -24,14 +24,14 @@ class Carry(NamedTuple):
     """[n, hidden] each: of a stage, the `AuxStates` of this stage and those before, in the order of layers."""
 
     @classmethod
-    def of(cls, parts: torch.Tensor, aux: int = 0) -> "Carry":
-        """Without `deep`, from [1 or 2 and `aux`, n, hidden]."""
-        own = len(parts) - aux
-        return cls(parts[0], parts[1] if own > 1 else None, (), tuple(parts[own:]))
+    def of(cls, parts: torch.Tensor, aux: int = 0, deep: int = 0) -> "Carry":
+        """From [1 or 2, `deep` and `aux`, n, hidden]."""
+        own, others = len(parts) - deep - aux, len(parts) - aux
+        return cls(parts[0], parts[1] if own > 1 else None, tuple(parts[own:others]), tuple(parts[others:]))
 
     def parts(self) -> list[torch.Tensor]:
         """What `of` takes, one by one."""
-        return [self.hidden, *(() if self.residual is None else (self.residual,)), *self.aux]
+        return [self.hidden, *(() if self.residual is None else (self.residual,)), *self.deep, *self.aux]
 
     def stream(self) -> torch.Tensor:
         """[n, hidden]: the whole residual stream."""

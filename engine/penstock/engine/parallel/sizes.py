@@ -34,11 +34,9 @@ def check_sizes(architecture: str, config: DecoderConfig, world: int, *, whole_e
         raise ConfigError(f"--tensor-parallel-size {world}: {problem}; possible sizes: {', '.join(fits)}")
 
 
-def check_stages(architecture: str, config: DecoderConfig, stages: int) -> None:
+def check_stages(config: DecoderConfig, stages: int) -> None:
     """ConfigError where the layers cannot be distributed among so many pipeline stages."""
     flag = f"--pipeline-parallel-size {stages}"
-    if family(architecture).reads_images:
-        raise ConfigError(f"{flag}: {architecture} reads images, which no stages do so far")
     try:
         Stage(0, stages).layers([1.0] * config.num_layers)  # their number alone decides
     except ValueError as error:

@@ -65,10 +65,11 @@ class Images:
     Args:
         settings: How the model reads them; None: it reads none.
         model: Returns the model, once it is there.
+        encodes: Whether its tower is here: later stages of a pipeline know where images are, and have no embeddings.
     """
 
-    def __init__(self, settings: ImageSettings | None, model: Callable[[], Model]) -> None:
-        self._settings, self._model = settings, model
+    def __init__(self, settings: ImageSettings | None, model: Callable[[], Model], *, encodes: bool = True) -> None:
+        self._settings, self._model, self._encodes = settings, model, encodes
         self._two_way = settings is not None and settings.two_way
         self._under_way: dict[str, _Run] = {}
         self._embeddings: dict[str, torch.Tensor] = {}
@@ -99,8 +100,8 @@ class Images:
 
     @torch.inference_mode()
     def blank(self) -> torch.Tensor | None:
-        """The embeddings of a black image; None: the model reads no images."""
-        return None if self._settings is None else whole(self.encoding(self._settings.sample()))
+        """The embeddings of a black image; None: the model reads no images here."""
+        return None if self._settings is None or not self._encodes else whole(self.encoding(self._settings.sample()))
 
     def bytes(self, kept: int) -> int:
         """What the tower takes for an image, and so many embeddings that are kept."""
@@ -114,7 +115,7 @@ class Images:
 
     def encode(self, plan: StepPlan) -> None:
         """Makes the embeddings that the plan asks for, an image at a time: its numbers do not depend on others."""
-        for run in plan.encoder_runs:
+        for run in plan.encoder_runs if self._encodes else ():
             if run.pixels is not None:
                 self._under_way[run.identifier] = _Run(self.encoding(run.pixels))
             under_way = self._under_way.pop(run.identifier, None)
@@ -142,7 +143,7 @@ class Images:
             `rows`, cannot be computed.
         """
         merged, failed = None, dict[int, str]()
-        for at, item, offset, place in self._parts(rows, starts, counts):
+        for at, item, offset, place in self._parts(rows, starts, counts) if self._encodes else ():
             found = self._embeddings.get(item.identifier)
             if found is None or len(found) != item.length:
                 there = "none are there" if found is None else f"it has {len(found)}"

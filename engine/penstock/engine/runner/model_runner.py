@@ -21,6 +21,7 @@ from penstock.engine.core.scheduling.guides import MAX_FORCED_TOKENS
 from penstock.engine.host_memory import return_free_memory
 from penstock.engine.models.layers.attention import Attention
 from penstock.engine.models.model import Model
+from penstock.engine.models.vision.config import Qwen3Config
 from penstock.engine.parallel.expert_group import ExpertGroup
 from penstock.engine.parallel.group import Group
 from penstock.engine.parallel.relay import Relay
@@ -92,7 +93,7 @@ class ModelRunner(RunnerBase[HostRuntime, HostStep, StepResult]):
         self._states = states_of_target(self._drafter, most, self._dtype, self.runtime.device)
         self._proposer: Proposer | None = None
         self._drafting: Drafter | None = None
-        self._images = Images(config.model.images, lambda: self.model)
+        self._images = Images(config.model.images, lambda: self.model, encodes=self._stage.first)
         self._draft_images: Images | None = None
         if self._drafter is not None and self._drafter.images is not None:
             self._draft_images = Images(self._drafter.images, lambda: cast("Model", self.draft_model))
@@ -110,7 +111,9 @@ class ModelRunner(RunnerBase[HostRuntime, HostStep, StepResult]):
         super().load()
         if (group := self._group) is not None and self._stage.world > 1 and self._relay is None:
             assert self._stage_layers is not None
-            shape = 2 + len(self._aux_layers), self._max_num_tokens, self.decoder_config.hidden_size
+            vision = self.decoder_config.vision
+            deep = len(vision.tower.deep_layers) if isinstance(vision, Qwen3Config) else 0
+            shape = 2 + deep + len(self._aux_layers), self._max_num_tokens, self.decoder_config.hidden_size
             aux = sum(layer < self._stage_layers.start for layer in self._aux_layers)
             ends, far = (group.before, group.after), (group.wires.before, group.wires.after)
             self._relay = Relay(self._stage, *ends, shape, self._dtype, self.config.depth, group.timeout, far, aux)
@@ -298,6 +301,13 @@ class ModelRunner(RunnerBase[HostRuntime, HostStep, StepResult]):
 
     def _forward(self, step: HostStep) -> Forward:
         """See Turns: the forward pass is over when this returns."""
+        if self._relay is None or not len(step.plan.rows):
+            return self._moved_and_run(step)
+        with self._relay.passing(step.plan.step_id):
+            return self._moved_and_run(step)
+
+    def _moved_and_run(self, step: HostStep) -> Forward:
+        """Copies pages, encodes images and runs the layers: a stage that fails in any of it tells the next one."""
         plan, inputs = step.plan, step.inputs
         step.transfer_s = self._transfer(plan)
         began = time.perf_counter()
@@ -308,6 +318,8 @@ class ModelRunner(RunnerBase[HostRuntime, HostStep, StepResult]):
         merged, failed = self._images.merge(*tokens, lambda: self.model.embed(inputs.input_ids))
         if merged is not None:
             step.given = merged
+        if failed and not self._stage.last:
+            raise RuntimeError("; ".join(failed.values()))
         return self._states_of(step)._replace(failed=failed)
 
     def _states_of(self, step: HostStep) -> Forward:
@@ -337,20 +349,22 @@ class ModelRunner(RunnerBase[HostRuntime, HostStep, StepResult]):
         plan, inputs = step.plan, step.inputs
         if not len(plan.rows):
             return Forward()
-        with relay.passing(plan.step_id):
-            step.carry = relay.receive(plan.step_id, len(inputs.input_ids))
-            tapes = self._step_tapes() if step.asked is None and self._pooler is None and not relay.is_alone else None
-            taped = None if tapes is None else tapes.run(inputs, step.ctx)
-            samples = len(inputs.sampled_rows) > 0
-            model, given = self._staged(relay), (inputs.input_ids, inputs.positions, step.ctx)
-            if not self._stage.last:
-                relay.send(plan.step_id, model.advance(*given) if taped is None else model.passed(taped))
-                return Forward()
-            if taped is not None:
-                return Forward(taped if samples else None)
-            if self._pooler is not None:
-                return Forward(pooled=self._pooler.pool(plan, step.starts, model.forward(*given)))
-            return self._score(model.forward(*given), inputs.logits_indices if samples else None, step.asked)
+        step.carry = relay.receive(plan.step_id, len(inputs.input_ids))
+        # A tape knows neither the embeddings of images nor what they add to layers.
+        plain = step.given is inputs.input_ids and not (step.carry is not None and step.carry.deep)
+        tapes = self._step_tapes() if plain and step.asked is None and self._pooler is None and not relay.is_alone else None
+        taped = None if tapes is None else tapes.run(inputs, step.ctx)
+        samples = len(inputs.sampled_rows) > 0
+        model, given = self._staged(relay), (step.given, inputs.positions, step.ctx)
+        if not self._stage.last:
+            relay.send(plan.step_id, model.advance(*given) if taped is None else model.passed(taped))
+            return Forward()
+        if taped is not None:
+            return Forward(taped if samples else None)
+        hidden = model.forward(*given)
+        if self._pooler is not None:
+            return Forward(pooled=self._pooler.pool(plan, step.starts, hidden))
+        return self._score(hidden, inputs.logits_indices if samples else None, step.asked)
 
     def _sample(self, launched: Launched[HostStep], inputs: SampleInputs) -> StepResult:
         """See Turns. An earlier stage of a pipeline passes the step on in place of sampling it."""

@@ -3,6 +3,7 @@
 import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import ClassVar, Protocol
 
 import torch
@@ -11,6 +12,7 @@ from penstock.engine.attention.context import AttentionContext
 from penstock.engine.models.build import Build
 from penstock.engine.models.config import DecoderConfig
 from penstock.engine.models.layers.comm import OneRank
+from penstock.engine.models.layers.linear_method import DeviceLinearMethod
 from penstock.engine.models.layers.shard import Shard
 from penstock.engine.models.layers.vocab import LMHead, VocabEmbedding
 from penstock.engine.models.layers.weight import Weights, prefixed
@@ -41,12 +43,17 @@ class ModelWithImages(ABC):
         assert config.vision is not None, "the configuration of a model that sees has the tower's"
         body = build.within(self.language) if self.language else build
         self._text = model_class(config.vision.text_architecture)(config, body)
+        self._sees = build.stage.first
         self._parts: dict[str, Part] = {}
 
     @staticmethod
     def whole(build: Build) -> Build:
-        """For parts that are on every rank."""
-        return dataclasses.replace(build, linear_method=build.plain_method or build.linear_method, shard=Shard(), comm=OneRank())
+        """For parts that are on every rank of the first pipeline stage; on others they have no memory."""
+        method, device = build.plain_method or build.linear_method, build.device
+        if not build.stage.first:
+            device = torch.device("meta")
+            method = partial(DeviceLinearMethod, device=device)
+        return dataclasses.replace(build, linear_method=method, device=device, shard=Shard(), comm=OneRank())
 
     def has(self, parts: Mapping[str, Part]) -> None:
         """The parts beside the decoder, by what stands before the names of their tensors."""
@@ -71,7 +78,7 @@ class ModelWithImages(ABC):
         """Every tensor that the checkpoint must have, by name."""
         found = self._text.weights()
         found = prefixed(self.language, found) if self.language else found
-        for prefix, part in self._parts.items():
+        for prefix, part in self._parts.items() if self._sees else ():
             # Adapters are for the decoder alone.
             found |= {name: weight._replace(part=None) for name, weight in prefixed(prefix, part.weights()).items()}
         return found
@@ -79,7 +86,7 @@ class ModelWithImages(ABC):
     def ignores(self, name: str) -> bool:
         """Whether the checkpoint may have a tensor that neither the decoder nor another part needs."""
         if name.partition(".")[0] in self._parts:
-            return self.ignores_of_parts(name)
+            return not self._sees or self.ignores_of_parts(name)
         before = f"{self.language}." if self.language else ""
         return name.startswith(before) and self._text.ignores(name.removeprefix(before))
 
@@ -89,7 +96,7 @@ class ModelWithImages(ABC):
 
     def finish(self) -> None:
         """Bring the weights into the kernels' form, after loading."""
-        for part in (self._text, *self._parts.values()):
+        for part in (self._text, *(self._parts.values() if self._sees else ())):
             part.finish()
 
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
