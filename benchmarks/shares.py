@@ -26,7 +26,7 @@ PARTS = (
     ),
     ("JSON of the body", ("extproc/body.py",)),
     ("protobuf in", ("h2/methods.py:Method.deserialize", "extproc/exchange.py:read_headers", "extproc/exchange.py:_served")),
-    ("answers, protobuf out", ("extproc/answers.py", "<string>:<lambda>")),
+    ("answers, protobuf out", ("extproc/answers.py",)),
     ("HTTP/2", ("gateway/h2/",)),
     ("load reports", ("api/load_report.py", "api/events.py", "load/reports.py")),
     ("bookings", ("picker/bookings.py", "picker/coming.py", "extproc/underway.py")),

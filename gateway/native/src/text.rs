@@ -9,8 +9,8 @@ use pyo3::types::{PyBytes, PyString};
 use crate::hashing::chain;
 use crate::words::{Asked, Words};
 
-/// Words a generation: 16 MB in two, where words have eight letters.
-const MOST_WORDS: usize = 65_536;
+/// Words a generation, whose table is then full: 8 MB.
+const MOST_WORDS: usize = 57_344;
 
 /// A piece's number of tokens, the hashes of the blocks that it completes, and the tokens after them.
 type Hashed<'py> = (usize, Bound<'py, PyBytes>, Vec<u32>);

@@ -3,24 +3,58 @@
 //! A text is cut between words, where the tokens of its words are its own (`penstock.prompt.cuts` has the proof). Words that are not
 //! remembered are asked for; see `Words::read`.
 
+use std::hash::BuildHasher;
 use std::ops::Range;
 
-use hashbrown::HashMap;
+use hashbrown::{DefaultHashBuilder, HashMap, HashTable};
 
 /// Bytes of the longest word that is remembered.
-const LONGEST: usize = 40;
+const LONGEST: usize = 64;
+/// Bytes of a remembered word and its tokens together, four each.
+const ROOM: usize = 126;
 /// Texts that are asked for one by one in a call. Beyond it the rest of a piece is asked for as one: to the tokenizer many short texts
 /// cost more than a long one.
 const MOST_ASKED: usize = 64;
 /// Letters beyond ASCII after which a word may end, as in `penstock.prompt.cuts`.
 const LETTERS: [(char, char); 6] = [('а', 'я'), ('А', 'Я'), ('ぁ', 'ゖ'), ('ァ', 'ヺ'), ('一', '鿿'), ('가', '힣')];
 
+/// A word and its tokens, side by side: looking up words by lot is a matter of how much memory each touches.
+#[repr(align(64))]
+struct Word {
+    length: u8,
+    count: u8,
+    bytes: [u8; ROOM],
+}
+
+impl Word {
+    /// None where it is too long.
+    fn new(text: &str, ids: &[u32]) -> Option<Self> {
+        let mut word = Word { length: text.len().try_into().ok()?, count: ids.len().try_into().ok()?, bytes: [0; ROOM] };
+        let (of_text, rest) = word.bytes.split_at_mut_checked(text.len())?;
+        of_text.copy_from_slice(text.as_bytes());
+        for (at, id) in ids.iter().enumerate() {
+            rest.get_mut(4 * at..4 * at + 4)?.copy_from_slice(&id.to_le_bytes());
+        }
+        Some(word)
+    }
+
+    fn text(&self) -> &[u8] {
+        &self.bytes[..usize::from(self.length)]
+    }
+
+    fn ids(&self) -> impl Iterator<Item = u32> {
+        let ids = self.bytes[usize::from(self.length)..].chunks_exact(4).take(usize::from(self.count));
+        ids.map(|id| u32::from_le_bytes([id[0], id[1], id[2], id[3]]))
+    }
+}
+
 /// The words of one tokenizer, in two generations: when the young one is full it becomes the old one, which is forgotten but for
 /// what is used again.
 pub struct Words {
     most: usize,
-    young: HashMap<Box<str>, Box<[u32]>>,
-    old: HashMap<Box<str>, Box<[u32]>>,
+    hasher: DefaultHashBuilder,
+    young: HashTable<Word>,
+    old: HashTable<Word>,
 }
 
 /// A piece of a text, of which not all is known.
@@ -79,7 +113,7 @@ impl<'a> Asked<'a> {
 impl Words {
     /// At most `most` words a generation.
     pub fn new(most: usize) -> Self {
-        Words { most, young: HashMap::new(), old: HashMap::new() }
+        Words { most, hasher: DefaultHashBuilder::default(), young: HashTable::new(), old: HashTable::new() }
     }
 
     /// Reads a piece; adds to `asked` what is not remembered of it.
@@ -107,31 +141,38 @@ impl Words {
 
     /// Remembers the words among what was asked for.
     pub fn learn(&mut self, asked: &Asked<'_>, answers: &[Vec<u32>]) {
-        for (&word, &which) in &asked.words {
-            if let Some(ids) = answers.get(which) {
-                self.add(word.into(), ids.as_slice().into());
+        for (&text, &which) in &asked.words {
+            if let Some(word) = answers.get(which).and_then(|ids| Word::new(text, ids)) {
+                self.add(word);
             }
         }
     }
 
-    fn known(&mut self, word: &str, ids: &mut Vec<u32>) -> bool {
-        if let Some(found) = self.young.get(word) {
-            ids.extend_from_slice(found);
+    fn known(&mut self, text: &str, ids: &mut Vec<u32>) -> bool {
+        let hash = self.hasher.hash_one(text.as_bytes());
+        if let Some(found) = self.young.find(hash, |word| word.text() == text.as_bytes()) {
+            ids.extend(found.ids());
             return true;
         }
-        let Some((word, found)) = self.old.remove_entry(word) else {
+        let Ok(found) = self.old.find_entry(hash, |word| word.text() == text.as_bytes()) else {
             return false;
         };
-        ids.extend_from_slice(&found);
-        self.add(word, found);
+        let (word, _) = found.remove();
+        ids.extend(word.ids());
+        self.add(word);
         true
     }
 
-    fn add(&mut self, word: Box<str>, ids: Box<[u32]>) {
+    /// Two threads may learn a word at the same time: it is then kept once.
+    fn add(&mut self, word: Word) {
+        let hash = self.hasher.hash_one(word.text());
+        if self.young.find(hash, |other| other.text() == word.text()).is_some() {
+            return;
+        }
         if self.young.len() >= self.most {
             self.old = std::mem::take(&mut self.young);
         }
-        self.young.insert(word, ids);
+        self.young.insert_unique(hash, word, |word| self.hasher.hash_one(word.text()));
     }
 }
 
@@ -181,14 +222,23 @@ mod tests {
     fn generations_forget() {
         let mut memo = Words::new(2);
         for (at, word) in ["a", "b", "c"].into_iter().enumerate() {
-            memo.add(word.into(), [at as u32].into());
+            memo.add(Word::new(word, &[at as u32]).unwrap());
         }
         assert!(memo.known("a", &mut Vec::new())); // and is young again
         for word in ["d", "e"] {
-            memo.add(word.into(), [9].into());
+            memo.add(Word::new(word, &[9]).unwrap());
         }
         assert!(!memo.known("b", &mut Vec::new()));
         assert!(memo.young.len() <= 2 && memo.old.len() <= 2);
+    }
+
+    #[test]
+    fn long_words_are_left_out() {
+        let ids: Vec<u32> = (0..31).map(|n| u32::MAX - n).collect();
+        assert!(Word::new("abc", &ids).is_none());
+        let word = Word::new("ab", &ids).unwrap();
+        assert_eq!((word.text(), word.ids().collect()), ("ab".as_bytes(), ids));
+        assert!(Word::new(&"a".repeat(127), &[]).is_none() && Word::new(&"a".repeat(300), &[1]).is_none());
     }
 
     #[test]
