@@ -184,7 +184,7 @@ bench-kv: setup ## the second turn of a prompt: computed, or loaded from the hos
 	@$(BIN)/python benchmarks/bench_kv.py $(ARGS)
 
 .PHONY: bench-disaggregation
-bench-disaggregation: setup ## what 10,000 aborted pairs of a prefill and a decode replica still hold (ARGS=--quick)
+bench-disaggregation: setup ## a prefill and a decode replica beside two mixed ones, and what 10,000 aborted pairs still hold
 	@$(BIN)/python benchmarks/bench_disaggregation.py $(ARGS)
 
 .PHONY: bench-quantization
