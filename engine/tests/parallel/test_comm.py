@@ -207,8 +207,10 @@ def test_memory_that_is_not_there_is_refused_with_its_size(collectives):
 
 @pytest.mark.slow
 def test_nothing_is_left_behind_by_many_groups(collectives):
-    def left() -> tuple[int, set[str]]:
-        return len(list(Path("/proc/self/fd").iterdir())), {path.name for path in Path("/dev/shm").glob("*penstock*")}
+    def left() -> tuple[int, set[str], set[str]]:
+        # Other tests in this process may have children that go on: what tracks the resources of processes, say.
+        children = {pid for told in Path("/proc/self/task").glob("*/children") for pid in told.read_text().split()}
+        return len(list(Path("/proc/self/fd").iterdir())), {path.name for path in Path("/dev/shm").glob("*penstock*")}, children
 
     before = left()
     for number in range(24):
@@ -227,8 +229,6 @@ def test_nothing_is_left_behind_by_many_groups(collectives):
         if number % 4 == 3:
             ranks.results()
     assert left() == before
-    with pytest.raises(ChildProcessError):
-        os.waitpid(-1, os.WNOHANG)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -98,7 +98,8 @@ class LmcacheStore(PageMover):
         except ImportError as error:
             raise ConfigError(f"--kv-offload-store: gRPC for LMCache is missing ({error}): {INSTALL}") from None
         self._failed: type[Exception] = grpc.RpcError
-        self._channel: Any = grpc.insecure_channel(address.target)
+        on_this_node = [("grpc.enable_http_proxy", 0)]
+        self._channel: Any = grpc.insecure_channel(address.target, on_this_node)
         self._methods = lmcache_protocol.methods(self._channel, self._messages)
         self._threads[0].submit(self._opened)  # no request has to wait for that; the next move tells what is wrong
 
