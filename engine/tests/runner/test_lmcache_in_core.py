@@ -6,13 +6,13 @@ import socket
 import subprocess
 import sys
 import time
-import zlib
 from concurrent import futures
 from pathlib import Path
 
 import msgspec
 import numpy as np
 import pytest
+from counted_pages import count_pages
 from test_core_with_runner import requests
 from test_disk_tier_in_core import run, start  # noqa: F401  a fixture
 
@@ -71,25 +71,11 @@ def servers():
 
 @pytest.fixture(autouse=True)
 def counted(monkeypatch):
-    """What was read and written in full: CRC-32 of the pages by name."""
-    pages: dict[str, dict[tuple[int, bytes], int]] = {"write": {}, "read": {}}
-
-    def fill(mover, move, page):
-        pages["read"][move.group, move.block_hash] = zlib.crc32(page)
-        filled(mover, move, page)
-
-    def write(mover, move):
-        pages["write"][move.group, move.block_hash] = zlib.crc32(mover.slots[move.slot].tobytes())
-        written(mover, move)
-
-    filled, written = LmcacheStore.fill, LmcacheStore._write
-    monkeypatch.setattr(LmcacheStore, "fill", fill)
-    monkeypatch.setattr(LmcacheStore, "_write", write)
     monkeypatch.setattr(lmcache_store, "FIND_S", 20.0)  # on a busy machine, too
     monkeypatch.setattr(lookups, "PATIENCE_S", 30.0)
     monkeypatch.setattr(lmcache_store, "CALL_S", 10.0)
     monkeypatch.setattr(lmcache_store, "TIMEOUT_S", 60.0)
-    return pages
+    return count_pages(monkeypatch, LmcacheStore)
 
 
 def opened(core) -> LmcacheStore:

@@ -6,15 +6,15 @@ import socket
 import subprocess
 import sys
 import time
-import zlib
 from pathlib import Path
 
 import pytest
+from counted_pages import count_pages
 from test_core_with_runner import requests
 from test_disk_tier_in_core import run, start  # noqa: F401  a fixture
 
 from penstock.engine.config import ConfigError
-from penstock.engine.connectors import lookups, lower_tier, mooncake_store, page_mover
+from penstock.engine.connectors import lookups, lower_tier, mooncake_store
 from penstock.engine.connectors.mooncake_store import MooncakeStore
 from penstock.engine.connectors.moves import PageFile, page_name
 from penstock.engine.connectors.store_address import store_address
@@ -68,21 +68,7 @@ def shared():
 
 @pytest.fixture(autouse=True)
 def counted(monkeypatch):
-    """What was read and written in full: CRC-32 of the pages by name."""
-    pages: dict[str, dict[tuple[int, bytes], int]] = {"write": {}, "read": {}}
-
-    def fill(mover, move, page):
-        pages["read"][move.group, move.block_hash] = zlib.crc32(page)
-        filled(mover, move, page)
-
-    def write(mover, move):
-        pages["write"][move.group, move.block_hash] = zlib.crc32(mover.slots[move.slot].tobytes())
-        written(mover, move)
-
-    filled, written = page_mover.PageMover.fill, MooncakeStore._write
-    monkeypatch.setattr(MooncakeStore, "fill", fill)
-    monkeypatch.setattr(MooncakeStore, "_write", write)
-    return pages
+    return count_pages(monkeypatch, MooncakeStore)
 
 
 @pytest.fixture

@@ -148,25 +148,21 @@ class LmcacheStore(PageMover):
         return _HEADER_BYTES + self.slots.shape[1]
 
     def _call(self, name: str, **fields: Any) -> Any:
-        """The server's answer; `OSError` where there is none. The next move registers anew: the server may be another one."""
-        try:
-            return self._methods[name](self._messages[f"{name}Request"](**fields), timeout=CALL_S)
-        except self._failed as error:
-            self._segment = None
-            raise OSError(self._said(name, error)) from None
+        """The server's answer; see `_calls`."""
+        [answer] = self._calls(name, [fields])
+        return answer
 
     def _calls(self, name: str, all_fields: Sequence[dict[str, Any]]) -> list[Any]:
-        """The same for several calls at once."""
+        """The server's answers to calls that are made at once; `OSError` where one has none. The next move registers anew: the
+        server may be another one."""
         message = self._messages[f"{name}Request"]
         begun = [self._methods[name].future(message(**fields), timeout=CALL_S) for fields in all_fields]
         try:
             return [it.result() for it in begun]
         except self._failed as error:
             self._segment = None
-            raise OSError(self._said(name, error)) from None
-
-    def _said(self, name: str, error: Any) -> str:
-        return f"{self._address}: {name}: {error.code().name}: {error.details()}"
+            told: Any = error
+            raise OSError(f"{self._address}: {name}: {told.code().name}: {told.details()}") from None
 
     def _key(self, segment: _Segment, page: Move | PageFile, *, worker: bool = True) -> Any:
         """A page's name in LMCache's form; look-ups are for all workers, of which there is one."""
