@@ -71,6 +71,11 @@ class LoadReport(msgspec.Struct, frozen=True, tag="LoadReport"):
     """The same from a store that replicas share."""
     object_tier_tokens_per_s: float = 0.0
     """The same from the object store."""
+    transfer_s: float = 0.0
+    """Seconds that it takes to fetch a prompt's KV from another replica into the KV cache, whatever its length, measured over the
+    latest fetches."""
+    transfer_s_per_token: float = 0.0
+    """What each token adds. Both are 0 where nothing was fetched lately."""
     lora_slots: int = 0
     """Adapters that fit on the device at once; 0: the engine serves none."""
     lora_slots_free: int = 0

@@ -33,6 +33,8 @@ def merged(reports: Sequence[LoadReport]) -> LoadReport:
         num_requests_waiting=waiting,
         kv_cache_usage_perc=held / total if total else 0.0,
         decode_step_s=max(report.decode_step_s for report in reports),
+        transfer_s=max(report.transfer_s for report in reports),
+        transfer_s_per_token=max(report.transfer_s_per_token for report in reports),
         lora_running=_added([report.lora_running for report in reports]),
         lora_waiting=_added([report.lora_waiting for report in reports]),
         adapters=tuple(name for name in first.adapters or () if all(name in own for own in adapters)) if adapters else None,

@@ -1,5 +1,6 @@
 """Pages in the host's memory: what is copied there, what comes back, and what becomes of requests that wait for them."""
 
+import numpy as np
 import pytest
 from fake_runner import FAILING_TOKEN, reference
 from harness import Machine, make_config, make_request
@@ -7,6 +8,7 @@ from msgspec.structs import replace
 
 from penstock.api.events import BlockStored
 from penstock.engine.cache.layout import KVGroup
+from penstock.engine.connectors.load_queue import LoadQueue
 from penstock.engine.connectors.sightings import Sightings
 from penstock.engine.core.scheduling.request import RequestStatus
 
@@ -120,6 +122,60 @@ def test_others_run_while_a_request_waits_for_its_pages():
     assert machine.planned == [60] and plan.transfers is not None and len(plan.transfers.load_blocks) == 7
     machine.run().check_no_leak()
     assert machine.streams[50] == machine.streams[0] and machine.streams[60] == reference([7, 7], 12)
+
+
+def beside_a_decode(depth: int) -> Machine:
+    """A prompt whose seven pages come back two at a time, since a step of those who decode has room for no more."""
+    machine = make(depth=depth)
+    offload = machine.scheduler._offload
+    assert offload is not None
+    machine.add(make_request(0, PROMPT, 6))
+    machine.run()
+    flood(machine, 1)
+    offload._loads = LoadQueue(25_000_000)  # at a gigabyte a second 25 ms a page, of which 5 % of a second hold two
+    offload._step_s = lambda prefill_tokens, decodes: 1.0 if decodes else 0.0
+    machine.add(make_request(60, [7, 7], 12))
+    machine.step()
+    again(machine, 50)
+    return machine
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_pages_come_some_in_each_step_where_others_decode(depth):
+    machine = beside_a_decode(depth)
+    while machine.scheduler.waiting():
+        machine.step()
+    parts = [plan.transfers.load_blocks for plan in machine.plans if plan.transfers is not None and len(plan.transfers.load_blocks)]
+    assert [len(part) for part in parts[-4:]] == [2, 2, 2, 1] and len({*np.concatenate(parts[-4:]).tolist()}) == 7
+    machine.run().check_no_leak()
+    assert machine.streams[50] == machine.streams[0] and machine.streams[60] == reference([7, 7], 12)
+    assert machine.cached_tokens[50] == 28 and stats(machine).memory.failed_pages == 0
+
+
+def test_the_rest_of_the_pages_comes_at_once_when_nobody_decodes_any_more():
+    machine = beside_a_decode(1)
+    machine.abort(60)
+    machine.step()
+    assert len(machine.plans[-1].transfers.load_blocks) == 5 and not len(machine.plans[-1].rows)
+    machine.run().check_no_leak()
+    assert machine.streams[50] == machine.streams[0]
+
+
+@pytest.mark.req("KO-31")
+@pytest.mark.parametrize("parts_in_flight", [1, 2])
+def test_a_step_that_fails_amid_a_load_ends_it_when_the_steps_after_it_are_over(parts_in_flight):
+    machine = beside_a_decode(depth=1 + parts_in_flight)
+    pool = machine.scheduler.kv.pool
+    if parts_in_flight == 2:
+        machine.step()
+    machine._results.popleft()
+    machine._take(machine.scheduler.fail_step("the device coughed", "step_failed", machine.now))
+    assert machine.scheduler.waiting() == ({"capacity": 1} if parts_in_flight == 1 else {"remote_kv": 1})
+    assert pool.num_used == (0 if parts_in_flight == 1 else 7), "the step after it may still write there"
+    machine.run()
+    assert machine.streams[50] == machine.streams[0] and machine.cached_tokens[50] == 0
+    assert stats(machine).memory.failed_pages == 7 and not machine.scheduler._offload.has_errands
+    machine.check_no_leak()
 
 
 @pytest.mark.req("KO-07", "KO-25")

@@ -333,11 +333,24 @@ def test_pages_that_come_are_found_and_others_leave_their_slots_free():
     assert pulls.begin(7, keys, 101.0)
     [errand] = pulls.take(101.0)
     assert errand.action == "pull" and len(errand.pages) == 2 and errand.peer == Peer("engine", "host", 1)
-    pulls.pulled(errand.number, Pulled(0.1, [0, 1]))
+    pulls.pulled(errand.number, Pulled(0.1, [0, 1]), 101.5)
     assert pulls.take_waits(102.0) == []
-    pulls.pulled(errand.number, Pulled(0.2, [0], "gone"))
+    pulls.pulled(errand.number, Pulled(0.2, [0], "gone"), 102.0)
     assert pulls.take_waits(102.0) == [7] and keys[0] in tier and not tier.knows(keys[1])
     assert (pulls.num_bytes, pulls.num_failed_pages) == (10, 1) and not pulls.is_moving
+    assert pulls.times.line(102.0) is None, "a fetch that lacks a page says nothing of what one takes"
+
+
+def test_a_fetch_is_timed_from_the_decision_until_the_last_rank_has_its_pages():
+    pulls = Pulls(TierIndex(40), 10, ranks=2)
+    for at, pages in enumerate((2, 10, 4, 20)):
+        begun = 100.0 + at
+        pulls.arrived(at, RemotePrefix("lease", "engine", "host", 1, "same", 16 * pages, [pages]))
+        pulls.begin(at, [Key(0, name(100 * at + page)) for page in range(pages)], begun)
+        [errand] = [it for it in pulls.take(begun) if it.action == "pull"]
+        pulls.pulled(errand.number, Pulled(0.0, [*range(pages)]), begun + 0.001)
+        pulls.pulled(errand.number, Pulled(0.0, [*range(pages)]), begun + 0.05 + 0.01 * pages)
+    assert pulls.times.line(104.0) == pytest.approx((0.05, 0.01))
 
 
 @pytest.mark.req("PD-07")
@@ -357,7 +370,9 @@ def test_a_request_waits_so_long_and_one_that_leaves_releases_its_lease():
 @pytest.mark.parametrize(
     ("keys", "words"),
     [
-        ({"kv_connector": "NixlConnector"}, "kv_connector 'NixlConnector' is not here; there is 'transfer'"),
+        ({"kv_connector": "P2pNcclConnector"}, "kv_connector 'P2pNcclConnector' is not here; there is 'transfer'"),
+        ({"kv_connector": "NixlConnector"}, "'NixlConnector' is not here; there is 'transfer' with \"kv_connector_extra_config\""),
+        ({"kv_connector": "MooncakeStoreConnector"}, "there is --kv-offload-store mooncake://HOST:PORT"),
         ({"kv_role": "both"}, "kv_role"),
         ({"kv_rol": "kv_both"}, "there is no key 'kv_rol'"),
         ({"kv_connector_extra_config": {"lease": 3}}, "kv_connector_extra_config: there is no key 'lease'"),

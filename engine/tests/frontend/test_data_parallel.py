@@ -83,13 +83,13 @@ def test_the_rank_with_the_least_to_do_is_picked_and_equal_ones_in_turn():
 
 
 def test_ranks_together_report_as_one_replica_that_replaces_the_first_ranks_own_report():
-    first = LoadReport(7, 5, 1, {"capacity": 2}, 8, 0.5, 100, 50, decode_step_s=0.1, adapters=("a", "b"))
+    first = LoadReport(7, 5, 1, {"capacity": 2}, 8, 0.5, 100, 50, decode_step_s=0.1, transfer_s=9, adapters=("a", "b"))
     other = LoadReport(9, 3, 3, {"capacity": 1, "lora": 1}, 8, 0.1, 300, 270, decode_step_s=0.3, adapters=("b",))
     both = merged([first, other])
     assert (both.epoch, both.seq, both.num_requests_running, both.max_num_seqs) == (7, 8, 4, 16)
     assert both.num_requests_waiting == {"capacity": 3, "lora": 1}
     assert both.kv_cache_usage_perc == pytest.approx(0.2) and both.kv_blocks_reclaimable == 320
-    assert both.decode_step_s == 0.3 and both.adapters == ("b",)
+    assert both.decode_step_s == 0.3 and both.adapters == ("b",) and both.transfer_s == 9
 
 
 def test_a_command_is_refused_where_a_rank_refuses_it_and_a_pin_where_all_do():

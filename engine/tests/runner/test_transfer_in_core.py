@@ -141,6 +141,10 @@ def test_a_pair_answers_as_one_core_and_computes_no_token_that_it_was_sent(pair,
         assert decode.computed == rest + len(decode.tokens[request.index]) - 1 or how, "the ledger of computed tokens"
         assert decode.told().transfer.pulled_bytes > before
     assert decode.told().transfer.failed_pages == 0
+    report = decode.core.stats().report
+    assert 0 < report.transfer_s + report.transfer_s_per_token < 10
+    lent = prefill.core.stats().report
+    assert lent.transfer_s == lent.transfer_s_per_token == 0, "it has fetched nothing"
     prefill.settle()
     decode.settle()
 

@@ -18,7 +18,7 @@ use pyo3::types::PyBytes;
 
 /// Folds the prices of `rows`, or of all, into the columns of `folded`, float64 [12, rows].
 ///
-/// `figures` is float64 [28, rows]; the next four are those of `Rates`; `block_size` is in tokens, `now` in seconds.
+/// `figures` is float64 [30, rows]; the next four are those of `Rates`; `block_size` is in tokens, `now` in seconds.
 #[pyfunction]
 #[allow(clippy::too_many_arguments)]
 fn fold(
@@ -52,7 +52,7 @@ fn fold(
 /// Prices a request at all rows and ranks them; returns (the best rows in order, their scores, the score up to which they count as
 /// equal, seconds to the first token that the reports of the first promise).
 ///
-/// `folded` is float64 [12, rows], `figures` float64 [28, rows]; the other arrays have one element a row: `resident` prompt tokens,
+/// `folded` is float64 [12, rows], `figures` float64 [30, rows]; the other arrays have one element a row: `resident` prompt tokens,
 /// `other_s` seconds for the adapter and the images, `may` and `last_resorts` bytes. `limit`: that of an earlier ranking.
 #[pyfunction]
 #[allow(clippy::too_many_arguments)]

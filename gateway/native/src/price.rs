@@ -4,7 +4,7 @@
 //! the same bits here. Whoever changes one changes the other; `test_compiled_picks.py` holds them together.
 
 /// Names of the figures, in the order of `penstock.gateway.picker.figures.Figures`.
-pub const FIGURES: [&str; 28] = [
+pub const FIGURES: [&str; 30] = [
     "pool",
     "heard_at",
     "running",
@@ -27,6 +27,8 @@ pub const FIGURES: [&str; 28] = [
     "booked_requests",
     "booked_tokens",
     "booked_transfers",
+    "transfer_s",
+    "transfer_s_per_token",
     "kv_layout",
     "promised_s",
     "taken_s",
@@ -49,7 +51,7 @@ const STEP_S: usize = 15;
 pub const BOOKED_REQUESTS: usize = 19;
 const BOOKED_TOKENS: usize = 20;
 const BOOKED_TRANSFERS: usize = 21;
-pub const CORRECTION: usize = 25;
+pub const CORRECTION: usize = 27;
 
 const GRACE_S: f64 = 2.0;
 const HALF_LIFE_S: f64 = 5.0;

@@ -73,6 +73,20 @@ def test_a_long_prompt_is_computed_elsewhere_and_answered_by_a_decode_replica() 
     assert "p1 computes the prompt: 0.4 s and 0.025 s of transfer against 0.787 s at d1" in choice.reasons
 
 
+def test_a_transfer_costs_what_the_decode_replica_has_measured_and_forgets() -> None:
+    state = fleet(replica("p1"), replica("d1"), replica("d2"))
+    assert pick(state).hop is not None
+    report(state, "d1", seq=2, transfer_s=0.1, transfer_s_per_token=250e-6)
+    report(state, "d2", seq=2, transfer_s=0.1, transfer_s_per_token=62.5e-6)
+    choice = pick(state)
+    assert choice.replica.name == "d2"
+    assert "p1 computes the prompt: 0.4 s and 0.35 s of transfer against 0.787 s at d2" in choice.reasons
+    report(state, "d2", seq=3, transfer_s=0.1, transfer_s_per_token=125e-6)
+    assert pick(state).hop is None
+    report(state, "d2", seq=4)
+    assert "p1 computes the prompt: 0.4 s and 0.025 s of transfer against 0.787 s at d2" in pick(state).reasons
+
+
 @pytest.mark.req("RT-37", "PD-27")
 @pytest.mark.parametrize(("resident", "hop"), [(0, True), (3_904, True), (3_952, False)])
 def test_little_to_compute_is_computed_where_it_is_decoded(resident: int, hop: bool) -> None:

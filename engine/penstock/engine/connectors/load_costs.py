@@ -36,33 +36,49 @@ class TierLoads:
 
     def seconds(self, pages: int, now: float) -> float | None:
         """Return what a load of `pages` would take; None: unknown."""
+        if (line := self.line(now)) is None:
+            return None
+        if self._is_of_one_size:
+            # That does not tell the fixed part from the other: the better case, so that another size is tried.
+            return self._seconds / self._count * min(1.0, pages * self._count / self._pages)
+        fixed, each = line
+        return fixed + each * pages
+
+    def line(self, now: float) -> tuple[float, float] | None:
+        """Return the seconds that a load takes whatever its size, and those that each page adds; None: unknown. Of loads of one
+        size all counts as the pages'."""
         if not self._is_fresh(now):
             return None
         mean_pages, mean = self._pages / self._count, self._seconds / self._count
-        spread = self._squares / self._count - mean_pages**2
-        if spread < 0.01 * mean_pages**2:
-            # Loads of one size do not tell the fixed part from the other: the better case, so that another size is tried.
-            return mean * min(1.0, pages / mean_pages)
-        slope = max(0.0, (self._products / self._count - mean_pages * mean) / spread)
-        fixed = max(0.0, mean - slope * mean_pages)
-        return fixed + slope * pages
+        if self._is_of_one_size:
+            return 0.0, mean / mean_pages
+        each = max(0.0, (self._products / self._count - mean_pages * mean) / self._spread)
+        return max(0.0, mean - each * mean_pages), each
 
     def pages_per_s(self, now: float) -> float:
         """Return how fast pages have come of late, the fixed time of a load included; 0: unknown."""
         return self._pages / self._seconds if self._is_fresh(now) and self._seconds else 0.0
+
+    @property
+    def _spread(self) -> float:
+        return self._squares / self._count - (self._pages / self._count) ** 2
+
+    @property
+    def _is_of_one_size(self) -> bool:
+        return self._spread < 0.01 * (self._pages / self._count) ** 2
 
     def _is_fresh(self, now: float) -> bool:
         return 0 <= now - self._observed_at < FORGET_S
 
 
 class LoadCosts:
-    """The choice between loading and computing.
+    """What loads take, and the choice between loading and computing.
 
     Args:
-        prefill_tokens_per_s: How fast the engine computes prompts at present; 0: unknown.
+        prefill_tokens_per_s: How fast the engine computes prompts at present, 0 while unknown. None: every load pays.
     """
 
-    def __init__(self, prefill_tokens_per_s: Callable[[], float]) -> None:
+    def __init__(self, prefill_tokens_per_s: Callable[[], float] | None = None) -> None:
         self.memory = TierLoads()
         self.lower: dict[Lower, TierLoads] = {name: TierLoads() for name in get_args(Lower)}
         self._prefill_tokens_per_s = prefill_tokens_per_s
@@ -76,6 +92,8 @@ class LoadCosts:
             now: Unix time in seconds.
             lower: The tier from which they come into the host's memory, and from there; None: from there alone.
         """
+        if self._prefill_tokens_per_s is None:
+            return True
         speed = self._prefill_tokens_per_s()
         tiers = [self.memory] if lower is None else [self.lower[lower], self.memory]
         found = [tier.seconds(pages, now) for tier in tiers]

@@ -57,7 +57,7 @@ class LowerTier:
         host: The tier in front, which all pages pass through.
         num_pages: That fit.
         page_bytes: Of a page.
-        loads: Learns what reads take; None: nobody asks.
+        loads: Learns what reads take; None: nobody else asks.
         on_change: As in `TierIndex`.
         policy: Which page is evicted.
     """
@@ -78,7 +78,7 @@ class LowerTier:
         self._looks = LookUps() if name == "store" else None
         self._host = host
         self._page_bytes = page_bytes
-        self._loads = loads
+        self._loads = loads or TierLoads()
         self._wanted: dict[Key, None] = {}
         self._due: list[Move] = []
         self._under: dict[int, _Under] = {}
@@ -263,9 +263,8 @@ class LowerTier:
         looked = [] if self._looks is None else self._looks.take_waits(now)
         over = [wait for wait in self._waits if not wait.keys or now >= wait.began + PATIENCE_S]
         self._waits = [wait for wait in self._waits if wait not in over]
-        if self._loads is not None:
-            for wait in over:
-                self._loads.observe(wait.pages, now - wait.began, now)
+        for wait in over:
+            self._loads.observe(wait.pages, now - wait.began, now)
         return [*looked, *(wait.index for wait in over)]
 
     def stats(self) -> TierStats:
@@ -279,7 +278,7 @@ class LowerTier:
             load_s=self._seconds["read"],
             evicted_pages=self.index.num_evicted,
             failed_pages=self._failed,
-            declined_tokens=0 if self._loads is None else self._loads.declined_tokens,
+            declined_tokens=self._loads.declined_tokens,
             failed_stores=self._failed_writes,
             failed_lookups=0 if self._looks is None else self._looks.num_failed,
         )

@@ -2,7 +2,7 @@
 
 A block is copied when it has been published, that is when its tokens are retired and accepted. The copy goes with the next plan,
 and the page can be found when that plan has retired. A request whose prefix goes on in the host's memory is parked while its
-pages are copied into blocks of its own. They are published then, and the request waits for its turn like any other that finds its
+pages are copied into blocks of its own (`load_queue`). They are published then, and the request waits for its turn like any other that finds its
 prefix cached: so nothing is held by a request that waits, and a copy that fails costs nothing but the computation.
 
 A disk, a store that replicas share and an object store may stand behind the host's memory (`lower_tier`), and other replicas
@@ -25,6 +25,7 @@ from penstock.engine.config import TransferConfig
 from penstock.engine.connectors.connector import Source
 from penstock.engine.connectors.eviction import PolicyName
 from penstock.engine.connectors.load_costs import LoadCosts
+from penstock.engine.connectors.load_queue import Load, LoadQueue, Part
 from penstock.engine.connectors.lower_tier import LowerTier
 from penstock.engine.connectors.moves import Lower
 from penstock.engine.connectors.sightings import Sightings
@@ -38,7 +39,7 @@ from penstock.engine.messages import FinishReason, Lent, RemotePrefix
 from penstock.engine.stats import OffloadStats, TierStats
 
 _log = logging.getLogger(__name__)
-_STORE, _LOAD = "store", "load"
+_STORE = "store"
 
 
 class Resumes(Protocol):
@@ -57,28 +58,11 @@ class _Store(msgspec.Struct, frozen=True):
     """Whether the name stands for the same content in another process, as in `CacheListener.published`."""
 
 
-class _Load(msgspec.Struct, frozen=True):
-    request: Request
-    began: float
-    """Unix time in seconds."""
-    upto: int
-    """Tokens whose KV is in the cache afterwards."""
-    external: int
-    """Tokens among those that come from host memory."""
-    keys: list[Key]
-    slots: list[int]
-    blocks: list[int]
-
-    @property
-    def owner(self) -> Owner:
-        return Owner(_LOAD, self.request.index)
-
-
-class _Job(msgspec.Struct):
+class _Job(msgspec.Struct, frozen=True):
     """What goes with one plan."""
 
-    stores: list[_Store] = []
-    loads: list[_Load] = []
+    stores: list[_Store]
+    loads: list[Part]
 
 
 class Offload:
@@ -91,9 +75,10 @@ class Offload:
         lower_pages: That fit on the disk and into the stores, where there are these.
         transfer: How pages go to other replicas and come from there; None: they do not.
         ranks: Of the model.
-        costs: Decides whether a load pays; None: each does.
+        costs: What loads take, and whether they pay; None: each does.
         policy: Which page leaves a tier that is full.
         sightings: Which blocks requests have shown often enough to be copied; None: all blocks are copied.
+        step_s: Seconds that a step takes, by its tokens of prompts and its rows that decode; 0: unknown.
     """
 
     def __init__(
@@ -107,26 +92,27 @@ class Offload:
         costs: LoadCosts | None = None,
         policy: PolicyName = "lru",
         sightings: Sightings | None = None,
+        step_s: Callable[[int, int], float] = lambda prefill_tokens, decodes: 0.0,
     ) -> None:
+        self._costs = costs or LoadCosts()
         self._told: dict[Medium, TierEvents] = {name: TierEvents(kv, name) for name in ("memory", *(lower_pages or ()))}
         self.tier = TierIndex(num_slots, on_change=self._told["memory"].changed, policy=policy)
         self.transfer = None if transfer is None else Transfer(transfer, kv, self.tier, page_bytes, ranks)
         self.lower = [
-            LowerTier(
-                name, self.tier, pages, page_bytes, None if costs is None else costs.lower[name], self._told[name].changed, policy
-            )
+            LowerTier(name, self.tier, pages, page_bytes, self._costs.lower[name], self._told[name].changed, policy)
             for name, pages in (lower_pages or {}).items()
         ]
-        self._costs = costs
         self._sightings = sightings
         self._kv = kv
         self._page_bytes = page_bytes
         self._published: dict[Key, tuple[int, bool]] = {}
-        self._job = _Job()
+        self._stores: list[_Store] = []
+        self._loads = LoadQueue(page_bytes)
+        self._step_s = step_s
         self._in_flight: dict[int, _Job] = {}
         self._stored = self._loaded = self._failed = 0
         self._loaded_tokens = self._queried_tokens = 0
-        self._seconds = [0.0, 0.0]
+        self._store_s = 0.0
         kv.listen(self)
 
     # --- what it hears from the cache ---
@@ -223,7 +209,7 @@ class Offload:
         for key, (block, lasting) in published.items():
             if (slot := self.tier.reserve(key)) is not None:
                 self._kv.pin([block], Owner(_STORE, slot))
-                self._job.stores.append(_Store(key, slot, block, lasting))
+                self._stores.append(_Store(key, slot, block, lasting))
 
     def refuses(self, candidate: Candidate) -> WaitingReason | None:
         """The rule by which a request waits for pages that are in the host's memory: once for each time that it waits."""
@@ -274,8 +260,6 @@ class Offload:
 
     def _pays(self, lower: LowerTier, request: Request, num_tokens: int, local: CacheHit, now: float) -> bool:
         """Whether reading what a tier has beyond the host's memory is faster than computing it."""
-        if self._costs is None:
-            return True
         upto, missing = self._kv.elsewhere(request, num_tokens, local, lambda group, name: lower.has(Key(group, name)))
         here, _ = self._kv.elsewhere(request, num_tokens, local, lambda group, name: Key(group, name) in self.tier)
         pages = sum(Key(group, name) not in self.tier for group, _, name in missing)
@@ -306,30 +290,30 @@ class Offload:
         """Begins to load what goes on where the local prefix ends, if anything does and there is room for it."""
         upto, missing = self._kv.elsewhere(request, num_tokens, local, lambda group, name: Key(group, name) in self.tier)
         external = upto - local.num_tokens
-        if not external or (self._costs is not None and not self._costs.pays(external, len(missing), now)):
+        if not external or not self._costs.pays(external, len(missing), now):
             return False
         if self._kv.allocate(request, upto, local=local, external=external) is None:
             return False
         tables, keys = self._kv.tables(request), [Key(group, name) for group, _, name in missing]
         blocks, slots = [tables[group][at] for group, at, _ in missing], [self.tier.slot(key) for key in keys]
-        load = _Load(request, now, upto, external, keys, slots, blocks)
+        load = Load(request, now, upto, external, keys, slots, blocks)
         self._kv.pin(load.blocks, load.owner)
         self.tier.pin(load.slots)
         self.tier.touch(load.keys)
-        self._job.loads.append(load)
+        self._loads.add(load)
         return True
 
-    def take(self, step_id: int) -> Transfers | None:
-        """What the runner has to copy in this step, before its rows run."""
-        job, self._job = self._job, _Job()
+    def take(self, step_id: int, prefill_tokens: int, decodes: int) -> Transfers | None:
+        """What the runner has to copy in this step, before its rows run: `decodes` of them, and chunks of `prefill_tokens`."""
+        job, self._stores = _Job(self._stores, self._loads.take(self._step_s(prefill_tokens, decodes))), []
         if not job.stores and not job.loads:
             return None
         self._in_flight[step_id] = job
         return Transfers(
             store_blocks=_array(store.block for store in job.stores),
             store_slots=_array(store.slot for store in job.stores),
-            load_blocks=_array(block for load in job.loads for block in load.blocks),
-            load_slots=_array(slot for load in job.loads for slot in load.slots),
+            load_blocks=_array(block for part in job.loads for block in part.blocks),
+            load_slots=_array(slot for part in job.loads for slot in part.slots),
         )
 
     def resume(self, book: Resumes, now: float) -> None:
@@ -342,7 +326,7 @@ class Offload:
     @property
     def has_errands(self) -> bool:
         """Whether the next plan has something to copy."""
-        return bool(self._job.stores or self._job.loads)
+        return bool(self._stores) or self._loads.is_due
 
     # --- the result ---
 
@@ -351,29 +335,28 @@ class Offload:
         job = self._in_flight.pop(step_id, None)
         if job is None:
             return
-        for number in range(2):
-            self._seconds[number] += 0.0 if seconds is None else seconds[number]
+        self._store_s += 0.0 if seconds is None else seconds[0]
         for store in job.stores:
             self._kv.unpin([store.block], Owner(_STORE, store.slot))
             self.tier.written(store.key, store.slot, ok=seconds is not None)
             self._stored += seconds is not None
             for lower in self.lower if store.lasting and store.key in self.tier else []:
                 lower.offer(store.key)
-        for load in job.loads:
-            self._retire_load(load, book, now, ok=seconds is not None)
+        for load in self._loads.retired(job.loads, None if seconds is None else seconds[1]):
+            self._retire_load(load, book, now)
 
-    def _retire_load(self, load: _Load, book: Resumes, now: float, *, ok: bool) -> None:
+    def _retire_load(self, load: Load, book: Resumes, now: float) -> None:
         request = load.request
         # Forgotten meanwhile, or under other names: what has come is of no use.
-        ok = ok and all(key in self.tier and self.tier.slot(key) == slot for key, slot in zip(load.keys, load.slots, strict=True))
+        places = zip(load.keys, load.slots, strict=True)
+        ok = load.ok and all(key in self.tier and self.tier.slot(key) == slot for key, slot in places)
         self.tier.unpin(load.slots)
         held = self._kv.holds(request)
         if held and ok and len(request.block_hashes) * self._kv.block_size >= load.upto:
             self._kv.commit(request, load.upto, lasting=request.adapter is None)
             self._loaded += len(load.blocks)
             self._loaded_tokens += load.external
-            if self._costs is not None:
-                self._costs.memory.observe(len(load.blocks), now - load.began, now)
+            self._costs.memory.observe(len(load.blocks), now - load.began, now)
         else:
             self._failed += len(load.blocks)
             self._kv.invalidate(load.blocks)
@@ -389,11 +372,25 @@ class Offload:
 
     def tokens_per_s(self, medium: Medium, now: float) -> float:
         """Return how fast tokens have come from this tier into the KV cache of late; 0: unknown, or there is no such tier."""
-        if self._costs is None or medium not in self._told:
+        if medium not in self._told:
             return 0.0
         tiers = [self._costs.memory] if medium == "memory" else [self._costs.lower[medium], self._costs.memory]
         speeds = [tier.pages_per_s(now) for tier in tiers]
-        return 0.0 if 0.0 in speeds else self._kv.block_size / self._kv.num_groups / sum(1 / speed for speed in speeds)
+        return 0.0 if 0.0 in speeds else self._page_tokens / sum(1 / speed for speed in speeds)
+
+    def transfer_line(self, now: float) -> tuple[float, float]:
+        """Return the seconds that it takes to fetch a prompt's pages from another replica and to load them, whatever its length,
+        and those that each token adds. (0, 0): unknown."""
+        pull = None if self.transfer is None else self.transfer.pulls.times.line(now)
+        load = self._costs.memory.line(now)
+        if pull is None or load is None:
+            return 0.0, 0.0
+        return pull[0] + load[0], (pull[1] + load[1]) / self._page_tokens
+
+    @property
+    def _page_tokens(self) -> float:
+        """Tokens of a sequence for each of its pages: those that all its groups have of a block count together."""
+        return self._kv.block_size / self._kv.num_groups
 
     def stats(self) -> OffloadStats:
         """Return the totals since the start."""
@@ -402,11 +399,11 @@ class Offload:
             pages_used=self.tier.num_ready,
             stored_bytes=self._stored * self._page_bytes,
             loaded_bytes=self._loaded * self._page_bytes,
-            store_s=self._seconds[0],
-            load_s=self._seconds[1],
+            store_s=self._store_s,
+            load_s=self._loads.seconds,
             evicted_pages=self.tier.num_evicted,
             failed_pages=self._failed,
-            declined_tokens=0 if self._costs is None else self._costs.memory.declined_tokens,
+            declined_tokens=self._costs.memory.declined_tokens,
         )
         lower = {tier.name: tier.stats() for tier in self.lower}
         transfer = None if self.transfer is None else self.transfer.stats()

@@ -105,9 +105,10 @@ class EngineCore:
             sizes = offload.pages, offload.page_bytes, offload.lower_pages
             # Another replica has computed what it lends so that this one need not: such pages are always loaded.
             by_cost = cache.loads_by_cost and config.transfer is None
-            costs = LoadCosts(lambda: self._meter.prefill_tokens_per_s) if by_cost else None
+            costs = LoadCosts((lambda: self._meter.prefill_tokens_per_s) if by_cost else None)
             sightings = sightings_of(cache.offload_threshold)
-            self._offload = Offload(kv, *sizes, config.transfer, config.parallel.world, costs, cache.eviction_policy, sightings)
+            how = config.transfer, config.parallel.world, costs, cache.eviction_policy, sightings, self._meter.step_s
+            self._offload = Offload(kv, *sizes, *how)
         self.scheduler = Scheduler(
             config.scheduler, config.model.max_model_len, kv, hasher, table, config.model.pooling, self._offload
         )
@@ -293,6 +294,7 @@ class EngineCore:
     def stats(self) -> CoreStats:
         """The state of the core, with a new load report."""
         scheduler, now, lora = self.scheduler, time.perf_counter(), self.scheduler.adapters.table
+        fetch = (0.0, 0.0) if self._offload is None else self._offload.transfer_line(time.time())
         report = LoadReport(
             epoch=self._epoch,
             seq=self._seq,
@@ -317,6 +319,8 @@ class EngineCore:
             disk_tier_tokens_per_s=self._tier_speed("disk"),
             store_tier_tokens_per_s=self._tier_speed("store"),
             object_tier_tokens_per_s=self._tier_speed("object"),
+            transfer_s=fetch[0],
+            transfer_s_per_token=fetch[1],
         )
         self._seq += 1
         return CoreStats(

@@ -23,6 +23,7 @@ from penstock.gateway.picker.figures import (
     PRIOR_PREFILL_TOKENS_PER_S,
     PRIOR_QUEUE_S,
     PRIOR_STEP_S,
+    PRIOR_TRANSFER,
     Bools,
     Figures,
     Floats,
@@ -167,6 +168,8 @@ class Columns:
         f.backlog_tokens[row] = report.prefill_backlog_tokens
         f.measured_tokens_per_s[row] = report.prefill_tokens_per_s
         f.measured_step_s[row] = report.decode_step_s
+        measured = report.transfer_s, report.transfer_s_per_token
+        f.transfer_s[row], f.transfer_s_per_token[row] = measured if any(measured) else PRIOR_TRANSFER
         if report.lora_slots or f.lora_slots[row]:
             f.lora_slots[row], f.lora_free[row] = report.lora_slots, report.lora_slots_free
             f.lora_idle[row] = sum(not requests for requests in report.lora_running.values())
@@ -329,6 +332,7 @@ def _blank(count: int) -> Floats:
     figures.ejected_until[:] = -np.inf
     figures.s_per_token[:] = 1 / PRIOR_PREFILL_TOKENS_PER_S
     figures.step_s[:] = PRIOR_STEP_S
+    figures.transfer_s[:], figures.transfer_s_per_token[:] = PRIOR_TRANSFER
     figures.correction[:] = 1.0
     return table
 

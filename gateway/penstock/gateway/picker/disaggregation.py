@@ -17,10 +17,6 @@ from penstock.gateway.picker.slate import Slate
 
 RECOMPUTE_TOKENS = 64
 """With fewer tokens to compute than this, fetching them costs more than computing them."""
-TRANSFER_S = 0.005
-"""Setting up a transfer: a prior, until engines measure it."""
-TRANSFER_S_PER_TOKEN = 5e-6
-"""128 KiB of KV cache a token at 25 GB/s: likewise."""
 OUTPUT_TOKENS = 256
 """Output tokens that are assumed for an answer of unknown length."""
 
@@ -110,7 +106,7 @@ def join(decode: Slate, prefill: Slate) -> Joint:
     room = _room(decode)
     best_row, best_s = _best_prefill(decode, prefill, _prefill_s(prefill, there))
     comparable = best_row >= 0
-    transfer_s = TRANSFER_S + fresh * TRANSFER_S_PER_TOKEN
+    transfer_s = decode.figures.transfer_s + fresh * decode.figures.transfer_s_per_token
     local_s = here.queue_s + here.booked_s + here.prefill_s + here.encoder_s + here.crowding_s + _stall_s(decode, here)
     remote_s = best_s + transfer_s
     pays = comparable & room & (fresh >= RECOMPUTE_TOKENS) & (remote_s < local_s)

@@ -19,6 +19,8 @@ PRIOR_STEP_S = 0.03
 PRIOR_QUEUE_S = 0.25
 """Queue of a replica that has never said a word, at least."""
 PRIOR_OUTPUT_TOKENS = 256.0
+PRIOR_TRANSFER = 0.005, 5e-6
+"""Seconds to set it up, and for each token: 128 KiB of KV cache at 25 GB/s."""
 
 
 class Figures(NamedTuple):
@@ -60,6 +62,10 @@ class Figures(NamedTuple):
     """Booked tokens to prefill."""
     booked_transfers: Floats
     """Tokens whose KV blocks come from a prefill replica."""
+    transfer_s: Floats
+    """What it takes to fetch a prompt's KV blocks from a prefill replica, whatever their number: as measured, else a prior."""
+    transfer_s_per_token: Floats
+    """Likewise."""
     kv_layout: Floats
     """A number that only equal layouts of the KV cache share; 0: unknown."""
     promised_s: Floats

@@ -14,6 +14,14 @@ from penstock.plain_errors import explained
 from penstock.suggest import suggestion
 
 CONNECTOR = "transfer"
+_HERE = {
+    "NixlConnector": """'transfer' with "kv_connector_extra_config": {"transports": ["nixl"]}""",
+    "OffloadingConnector": "--kv-offload-memory-bytes",
+    "MooncakeStoreConnector": "--kv-offload-store mooncake://HOST:PORT",
+    "LMCacheConnectorV1": "--kv-offload-store lmcache://HOST:PORT",
+    "LMCacheMPConnector": "--kv-offload-store lmcache://HOST:PORT",
+}
+"""What does here what connectors of vLLM do there."""
 _Seconds = Annotated[float, Meta(gt=0)]
 
 
@@ -43,7 +51,8 @@ def transfer_config(keys: dict[str, Any], secret: str | None) -> TransferConfig:
     """
     given = _read(keys, _Keys, "--kv-transfer-config")
     if given.kv_connector != CONNECTOR:
-        raise ConfigError(f"--kv-transfer-config: kv_connector {given.kv_connector!r} is not here; there is {CONNECTOR!r}")
+        instead = _HERE.get(given.kv_connector, repr(CONNECTOR))
+        raise ConfigError(f"--kv-transfer-config: kv_connector {given.kv_connector!r} is not here; there is {instead}")
     extra = _read(given.kv_connector_extra_config, _Extra, "--kv-transfer-config: kv_connector_extra_config")
     if secret is None:
         raise ConfigError("--kv-transfer-config needs --kv-transfer-secret-file: pages go only to replicas that know the secret")

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from penstock.engine.connectors.load_costs import TierLoads
 from penstock.engine.connectors.tier_index import Key, TierIndex
 from penstock.engine.connectors.transfer.words import Errand, Page, Peer, Pulled
 from penstock.engine.messages import RemotePrefix
@@ -23,6 +24,8 @@ class _Pull(msgspec.Struct):
     index: int
     keys: list[Key]
     slots: list[int]
+    began: float
+    """Unix time in seconds, as `until`."""
     until: float
     heard: list[Pulled] = []
 
@@ -45,6 +48,8 @@ class Pulls:
         self._due: list[Errand] = []
         self._renewed_at = 0.0
         self._number = 0
+        self.times = TierLoads()
+        """Of pulls that brought all pages, from the decision to fetch them."""
         self.num_pulls = self.num_failed_pages = self.num_bytes = 0
         self.seconds = 0.0
 
@@ -78,7 +83,8 @@ class Pulls:
         del self._waiting[index]
         self._number += 1
         self.num_pulls += 1
-        self._under[self._number] = _Pull(index, [key for key, _ in taken], [slot for _, slot in taken], now + PATIENCE_S)
+        keys, slots = [key for key, _ in taken], [slot for _, slot in taken]
+        self._under[self._number] = _Pull(index, keys, slots, now, now + PATIENCE_S)
         pages = [Page(key.group, key.block_hash, slot) for key, slot in taken]
         self._due.append(Errand("pull", remote.lease, self._number, pages, _peer(remote)))
         return True
@@ -91,7 +97,7 @@ class Pulls:
         due, self._due = self._due, []
         return due
 
-    def pulled(self, number: int, how: Pulled) -> None:
+    def pulled(self, number: int, how: Pulled, now: float) -> None:
         """One rank has ended a pull."""
         pull = self._under[number]
         pull.heard.append(how)
@@ -104,6 +110,8 @@ class Pulls:
         self.seconds += max(it.seconds for it in pull.heard)
         self.num_bytes += len(got) * self._page_bytes
         self.num_failed_pages += len(pull.keys) - len(got)
+        if len(got) == len(pull.keys):
+            self.times.observe(len(got), now - pull.began, now)
         error = next((it.error for it in pull.heard if it.error is not None), None)
         if error is not None:
             _log.warning("%d KV pages of another replica have not come, and are computed: %s", len(pull.keys) - len(got), error)

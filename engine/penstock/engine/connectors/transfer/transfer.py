@@ -90,7 +90,7 @@ class Transfer:
             for name in told.released:
                 self.leases.released(name)
             for number, how in told.pulled.items():
-                self.pulls.pulled(number, how)
+                self.pulls.pulled(number, how, now)
 
     def clear(self) -> None:
         """The content is another one from now on: nothing of it is lent."""

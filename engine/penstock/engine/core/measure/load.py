@@ -69,6 +69,13 @@ class LoadMeter:
         """Seconds of a step that only decodes; 0 before the first one."""
         return self._decode_seconds / self._decode_steps if self._decode_steps else 0.0
 
+    def step_s(self, prefill_tokens: int, decodes: int) -> float:
+        """Seconds that a step takes with so many tokens of prompts and rows that decode; 0: unknown, or it has neither."""
+        if (prefill_tokens and not self.prefill_tokens_per_s) or (decodes and not self.decode_step_s):
+            return 0.0
+        chunks_s = prefill_tokens / self.prefill_tokens_per_s if prefill_tokens else 0.0
+        return chunks_s + (self.decode_step_s if decodes else 0.0)
+
     def prompt_tokens_per_s(self, now: float) -> float:
         """Prompt tokens computed a second, of late."""
         return self._prompt.at(now)

@@ -271,7 +271,9 @@ class Scheduler:
     def _submit(self, step: StepBuilder) -> StepPlan:
         adapters = self.adapters.table
         step.lora_loads, step.lora_drops = adapters.take_loads(), adapters.take_drops()
-        transfers = None if self._offload is None else self._offload.take(self._next_step_id)
+        transfers = None
+        if self._offload is not None:
+            transfers = self._offload.take(self._next_step_id, step.num_prefill_tokens, len(step.decodes))
         encoder = self.encoder.take_plan()
         plan = step.build(self._next_step_id, self._book.take_released(), self.kv.num_groups, transfers, encoder)
         self._next_step_id += 1

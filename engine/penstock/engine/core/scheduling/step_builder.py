@@ -43,6 +43,11 @@ class StepBuilder:
         """Whether no row runs."""
         return not len(self.decodes) and not self.chunks
 
+    @property
+    def num_prefill_tokens(self) -> int:
+        """Of all chunks."""
+        return sum(tokens for tokens, _ in self.chunks.values())
+
     def grant_decodes(self, rows: Int64, num_drafts: Int32 | None = None) -> None:
         """One token for each of the rows as far as the budget goes, then their drafts as far as the rest goes.
 

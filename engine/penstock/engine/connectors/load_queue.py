@@ -1,0 +1,118 @@
+"""Pages on their way from the host's memory into the KV cache: some in each step, so that those who decode hardly notice."""
+
+from collections import deque
+from collections.abc import Iterable
+from typing import Final, NamedTuple
+
+import msgspec
+
+from penstock.engine.cache.pins import Owner
+from penstock.engine.connectors.tier_index import Key
+from penstock.engine.core.scheduling.request import Request
+
+_SHARE: Final = 0.05
+"""Of the time of a step whose rows wait for the copies."""
+_PRIOR_BYTES_PER_S: Final = 1e9
+"""Until a copy has been timed."""
+
+
+class Load(msgspec.Struct, eq=False):
+    """What one request waits for."""
+
+    request: Request
+    began: float
+    """Unix time in seconds."""
+    upto: int
+    """Tokens whose KV is in the cache afterwards."""
+    external: int
+    """Tokens among those that come from host memory."""
+    keys: list[Key]
+    slots: list[int]
+    blocks: list[int]
+    sent: int = 0
+    """Pages that are in plans, or were."""
+    under_way: int = 0
+    """Plans with some of them that have not retired."""
+    ok: bool = True
+    """Whether no such plan has failed."""
+
+    @property
+    def owner(self) -> Owner:
+        return Owner("load", self.request.index)
+
+    @property
+    def is_over(self) -> bool:
+        return not self.under_way and (self.sent == len(self.blocks) or not self.ok)
+
+
+class Part(NamedTuple):
+    """The pages of a load that go with one plan."""
+
+    load: Load
+    slots: list[int]
+    blocks: list[int]
+
+
+class LoadQueue:
+    """Loads in the order in which they began.
+
+    Args:
+        page_bytes: Of a page.
+    """
+
+    def __init__(self, page_bytes: int) -> None:
+        self._page_bytes = page_bytes
+        self._due: deque[Load] = deque()
+        self._pages = 0
+        self.seconds = 0.0
+        """That copies have taken."""
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the next plan has something to copy."""
+        return bool(self._due)
+
+    def add(self, load: Load) -> None:
+        """Has its pages copied with the next plans."""
+        self._due.append(load)
+
+    def take(self, step_s: float) -> list[Part]:
+        """Return what goes with the next plan: one page at least.
+
+        Args:
+            step_s: Seconds that its rows take; 0: it has none, or nobody knows.
+        """
+        room, parts = self._room(step_s), list[Part]()
+        while room and self._due:
+            load = self._due[0]
+            these = slice(load.sent, load.sent + room)
+            part = Part(load, load.slots[these], load.blocks[these])
+            parts.append(part)
+            room -= len(part.blocks)
+            load.sent += len(part.blocks)
+            load.under_way += 1
+            if load.sent == len(load.blocks):
+                self._due.popleft()
+        return parts
+
+    def retired(self, parts: Iterable[Part], seconds: float | None) -> list[Load]:
+        """Return the loads that are over with the plan of these parts; `seconds` of its copies: None where it failed."""
+        over = list[Load]()
+        for load, _, blocks in parts:
+            load.under_way -= 1
+            if seconds is not None:
+                self._pages += len(blocks)
+            elif load.ok:
+                load.ok = False
+                if load.sent < len(load.blocks):
+                    self._due.remove(load)
+            if load.is_over:
+                over.append(load)
+        self.seconds += seconds or 0.0
+        return over
+
+    def _room(self, step_s: float) -> int:
+        if not step_s:
+            return sum(len(load.blocks) for load in self._due)
+        timed = self.seconds / self._pages if self._pages else 0.0
+        return max(1, int(_SHARE * step_s / (timed or self._page_bytes / _PRIOR_BYTES_PER_S)))
