@@ -7,8 +7,9 @@ Parts, each in turn with what it is compared to, several times over:
   of every layer each, at the same time: what two ranks would reach if exchanging cost nothing;
 - the share of a step that two ranks spend in exchanges, waits included;
 - a small model in the core's process, and in a worker process;
-- two pipeline stages with twice the streams of one process: what keeping both busy gains;
-- a plan's way to eight ranks that compute nothing and back, all on one core;
+- two pipeline stages with twice the streams of one process, with short answers and with long ones, beside two independent
+  processes that have half of the layers each: what two stages would reach if nothing held one up;
+- a plan's way to the last of eight ranks that compute nothing, and back, all on one core;
 - how evenly a skewed load of experts lies on ranks: expert after expert, and packed with redundant copies;
 - a mixture on two ranks that serve requests: how evenly their load lies before experts have moved, and afterwards.
 """
@@ -44,7 +45,9 @@ from penstock.engine.parallel.process_executor import ProcessExecutor
 from penstock.engine.sampling import SamplingParams
 from penstock.engine.stats import ExpertStats
 
-PROMPT, OUTPUT = 16, 40
+PROMPT, OUTPUT, LONG_OUTPUT = 16, 40, 128
+CAME = "PENSTOCK_BENCH_CAME"
+"""Names the file in which `EmptyRunner`s note times."""
 LARGE = {"hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 16, "num_key_value_heads": 8, "vocab_size": 8192}
 HALF = {"hidden_size": 1024, "intermediate_size": 2048, "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 4096}
 MIXTURE = {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "hidden_size": 512, "intermediate_size": 512}
@@ -59,13 +62,15 @@ SMALL = {"hidden_size": 256, "intermediate_size": 704, "num_attention_heads": 4,
 
 
 class EmptyRunner:
-    """A rank that applies no plan and computes nothing."""
+    """A rank that applies no plan and computes nothing. It notes when a plan has come, where `CAME` says."""
 
     def __init__(self, config: EngineConfig, group: Group | None = None) -> None:
-        self._rows = 0
+        self._rows, self._rank = 0, 0 if group is None else group.rank
+        self._came = np.memmap(os.environ[CAME], np.float64, "r+")
 
     def execute(self, plan: StepPlan) -> None:
         """Do nothing."""
+        self._came[self._rank] = time.perf_counter()
         self._rows = len(plan.rows)
 
     def sample(self, inputs: SampleInputs) -> StepResult:
@@ -155,15 +160,22 @@ def pipeline(folder: Path, stack: ExitStack, rounds: int) -> dict[str, object]:
     found: dict[str, object] = {}
     for name, shape, layers in (("large", LARGE, 12), ("small", SMALL, 4)):
         one, two = Engine(folder, name, shape, layers), Engine(folder, name, shape, layers, pipeline_parallel_size=2)
-        for engine in (one, two):
+        halves = [Engine(folder, f"half of the {name}", shape, layers // 2, worker_process=True) for _ in range(2)]
+        for engine in (one, two, *halves):
             stack.callback(engine.executor.close)
             engine.rate(8)  # warms up
-        rates = [(one.rate(8), two.rate(16)) for _ in range(rounds)]
-        found[name] = {
-            "one process, 8 streams": statistics.median(single for single, _ in rates),
-            "two stages, 16 streams": statistics.median(double for _, double in rates),
-            "ratio": statistics.median(double / single for single, double in rates),
-        }
+        with ThreadPoolExecutor(2) as threads:
+            for output in (OUTPUT, LONG_OUTPUT):
+                rates = list[tuple[float, float, float]]()
+                for _ in range(rounds):
+                    apart = statistics.mean(threads.map(lambda half: half.rate(8, output), halves))  # noqa: B023  runs at once
+                    rates.append((one.rate(8, output), two.rate(16, output), apart))
+                found[f"{name}, answers of {output} tokens"] = {
+                    "one process, 8 streams": statistics.median(single for single, _, _ in rates),
+                    "two stages, 16 streams": statistics.median(double for _, double, _ in rates),
+                    "ratio": statistics.median(double / single for single, double, _ in rates),
+                    "ratio of two halves apart": statistics.median(half / single for single, _, half in rates),
+                }
     return found
 
 
@@ -186,7 +198,7 @@ def worker_process(folder: Path, stack: ExitStack, rounds: int, streams: Sequenc
     return found
 
 
-def host_time(world: int, steps: int) -> dict[str, object]:
+def host_time(folder: Path, world: int, steps: int) -> dict[str, object]:
     """A plan's way to ranks that compute nothing, and back, with all processes on one core."""
     cores = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(cores)})
@@ -196,8 +208,10 @@ def host_time(world: int, steps: int) -> dict[str, object]:
     parallel = ParallelConfig(tensor_parallel_size=world)
     config = EngineConfig(model=model, cache=CacheConfig(), scheduler=SchedulerConfig(), parallel=parallel)
     os.environ["PYTHONPATH"] = str(Path(__file__).parent)
+    os.environ[CAME] = str(folder / f"came-{world}")
+    came = np.memmap(os.environ[CAME], np.float64, "w+", shape=(world,))
     executor = ProcessExecutor(config, "bench_parallel:EmptyRunner")
-    found = list[float]()
+    found, there = list[float](), list[float]()
     try:
         for step in range(steps):
             rows = np.arange(32, dtype=np.int32)
@@ -217,10 +231,11 @@ def host_time(world: int, steps: int) -> dict[str, object]:
             executor.sample(SampleInputs(step))
             executor.collect()
             found.append(time.perf_counter() - began)
+            there.append(float(came.max()) - began)
     finally:
         executor.close()
         os.sched_setaffinity(0, cores)
-    return {"ranks": world, "seconds_a_step": statistics.median(found)}
+    return {"ranks": world, "seconds_to_the_last": statistics.median(there), "seconds_a_step": statistics.median(found)}
 
 
 def packing(experts: int = 256, ranks: int = 8, seeds: int = 20) -> list[dict[str, object]]:
@@ -286,12 +301,13 @@ def show(figures: dict[str, Any]) -> None:
     for streams, seconds in figures["worker_process"].items():
         table.add_row(streams, *(f"{1000 * each:.3f}" for each in seconds.values()))
     console.print(table)
-    table = Table("", *figures["pipeline"]["large"], title="Two pipeline stages, tokens per second")
+    table = Table("model", *next(iter(figures["pipeline"].values())), title="Two pipeline stages, tokens per second")
     for name, row in figures["pipeline"].items():
-        table.add_row(f"the {name} model", *(f"{value:.2f}" for value in row.values()))
+        table.add_row(name, *(f"{value:.2f}" for value in row.values()))
     console.print(table)
     for one in figures["host_time"]:
-        console.print(f"a plan to {one['ranks']} ranks on one core and back: {1e6 * one['seconds_a_step']:.0f} µs")
+        there, back = 1e6 * one["seconds_to_the_last"], 1e6 * one["seconds_a_step"]
+        console.print(f"a plan to the last of {one['ranks']} ranks on one core: {there:.0f} µs; and back: {back:.0f} µs")
     show_experts(figures, console)
 
 
@@ -318,7 +334,7 @@ def main(rounds: int, streams: Sequence[int], save: bool, only_experts: bool) ->
         with ExitStack() as stack:
             figures["experts_that_move"] = experts_that_move(Path(folder), stack)
         if not only_experts:
-            figures["host_time"] = [host_time(world, 300) for world in (1, 2, 8)]
+            figures["host_time"] = [host_time(Path(folder), world, 300) for world in (1, 2, 8)]
             with ExitStack() as stack:
                 figures["tensor_parallel"] = speed_up(Path(folder), stack, rounds)
             with ExitStack() as stack:
