@@ -371,7 +371,7 @@ def test_a_request_waits_so_long_and_one_that_leaves_releases_its_lease():
     ("keys", "words"),
     [
         ({"kv_connector": "P2pNcclConnector"}, "kv_connector 'P2pNcclConnector' is not here; there is 'transfer'"),
-        ({"kv_connector": "NixlConnector"}, "'NixlConnector' is not here; there is 'transfer' with \"kv_connector_extra_config\""),
+        ({"kv_connector": "NixlConnector"}, '\'transfer\' with "kv_connector_extra_config": {"transports": ["nixl"]}'),
         ({"kv_connector": "MooncakeStoreConnector"}, "there is --kv-offload-store mooncake://HOST:PORT"),
         ({"kv_role": "both"}, "kv_role"),
         ({"kv_rol": "kv_both"}, "there is no key 'kv_rol'"),

@@ -2,8 +2,8 @@
 
 A block is copied when it has been published, that is when its tokens are retired and accepted. The copy goes with the next plan,
 and the page can be found when that plan has retired. A request whose prefix goes on in the host's memory is parked while its
-pages are copied into blocks of its own (`load_queue`). They are published then, and the request waits for its turn like any other that finds its
-prefix cached: so nothing is held by a request that waits, and a copy that fails costs nothing but the computation.
+pages are copied into blocks of its own (`load_queue`). They are published then, and the request waits for its turn like any other
+that finds its prefix cached: so nothing is held by a request that waits, and a copy that fails costs nothing but the computation.
 
 A disk, a store that replicas share and an object store may stand behind the host's memory (`lower_tier`), and other replicas
 (`transfer`).
