@@ -13,7 +13,7 @@ void penstock_silu_mul(int, const void*, void*, int64_t, int64_t);
 void penstock_gelu_tanh_mul(int, const void*, void*, int64_t, int64_t);
 void penstock_clamped_swiglu(int, const void*, void*, int64_t, int64_t, float, float);
 void penstock_prepare_kv(int, const void*, const void*, const void*, int64_t, int64_t, int64_t, void*, void*, int64_t, const int64_t*,
-                         const float*, const float*, int64_t, const float*, const float*, float, int64_t, int64_t, int64_t, int64_t,
+                         const float*, const float*, int64_t, const float*, const float*, const float*, float, int64_t, int64_t, int64_t, int64_t,
                          int64_t, int64_t);
 void penstock_linear(int, const void*, const void*, const void*, void*, int64_t, int64_t, int64_t);
 void penstock_head_linear(int, const void*, int64_t, int64_t, const void*, int64_t, void*, int64_t, int64_t, int64_t, int64_t);
@@ -21,7 +21,7 @@ void penstock_route(int, const void*, const float*, int32_t*, float*, int64_t, i
 void penstock_experts(int, const void*, const int32_t*, const float*, const int64_t*, const int64_t*, const int64_t*, const int64_t*, void*,
                       int64_t, int64_t, int64_t, int64_t, int64_t, int, float, float);
 void penstock_paged_attention(int, const void*, void*, const void*, int64_t, const int32_t*, const int32_t*, const int32_t*, const float*, const int32_t*,
-                              int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, float, float);
+                              const float*, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, float, float);
 void penstock_add_lora(int, void*, const void*, const int64_t*, const int64_t*, int64_t, const void*, int64_t, const int64_t*, int64_t,
                        const int64_t*, int64_t, int64_t);
 void penstock_sample(int, const void*, int64_t, int64_t, const int32_t*, const int32_t*, const void*, const int64_t*, int64_t, const uint32_t*,
@@ -118,17 +118,17 @@ void run(int dtype) {
     const int64_t stride = 2 * kKeyHeads * kBlock * kSize, slots[] = {3 * kBlock + 1, 17, 18, 19, 20};
     const std::vector<float> cos = floats(kTokens * 18), sin = floats(kTokens * 18), norm = floats(kSize);
     penstock_prepare_kv(dtype, q.data(), k.data(), v.data(), kHeads * kSize, kKeyHeads * kSize, kKeyHeads * kSize, rotated.data(),
-                        cache.data(), stride, slots, cos.data(), sin.data(), 18, norm.data(), norm.data(), 1e-5f, kTokens, kHeads, kKeyHeads,
+                        cache.data(), stride, slots, cos.data(), sin.data(), 18, norm.data(), norm.data(), nullptr, 1e-5f, kTokens, kHeads, kKeyHeads,
                         kBlock, kSize, 36);
     rotated.print("rotated"), cache.print("cache");
     const int32_t starts[] = {0, 1, 5}, lens[] = {90, 30}, table[] = {1, 2, 3, 4, 5, 6, 7, 1, 0, 0, 0, 0};
     const std::vector<float> sinks = floats(kHeads);
-    penstock_paged_attention(dtype, rotated.data(), out.data(), cache.data(), stride, starts, lens, table, sinks.data(), nullptr, 6, 2, kHeads,
+    penstock_paged_attention(dtype, rotated.data(), out.data(), cache.data(), stride, starts, lens, table, sinks.data(), nullptr, nullptr, 6, 2, kHeads,
                              kKeyHeads, kBlock, kSize, 70, 0, 0.2f, 5.0f);
     out.print("attention");
     constexpr int64_t kRank = 24;
     Array latent(dtype, kTokens * kHeads * kRank), weight(dtype, kHeads * 48 * kRank), heads(dtype, kTokens * kHeads * 40);
-    penstock_paged_attention(dtype, rotated.data(), latent.data(), cache.data(), stride, starts, lens, table, nullptr, nullptr, 6, 2, kHeads, 1, kBlock,
+    penstock_paged_attention(dtype, rotated.data(), latent.data(), cache.data(), stride, starts, lens, table, nullptr, nullptr, nullptr, 6, 2, kHeads, 1, kBlock,
                              kSize, 0, kRank, 0.2f, 0.0f);
     penstock_head_linear(dtype, latent.data(), kHeads * kRank, kRank, weight.data(), 48 * kRank * weight.size(), heads.data(), kTokens, kHeads,
                          40, kRank);

@@ -8,6 +8,7 @@ from penstock.kernels.experts.reference import experts, experts_on_device
 from penstock.kernels.experts.routing import Routing, route
 from penstock.kernels.experts.table import ExpertTable, PackedExpertTable, PackedLayer, alike
 from penstock.kernels.gated_mul.reference import clamped_swiglu, silu_mul
+from penstock.kernels.integer_linear.reference import pack_integers
 from penstock.kernels.linear.reference import pack_weight
 from penstock.kernels.quantized_linear.reference import pack_quantized, pair_up
 from penstock.kernels.quantized_linear.rounding import Rounding
@@ -177,13 +178,20 @@ PACKED = {
     "e4m3-rounded": ("e4m3", 14, Rounding("float8", True, 14)),
     "e2m1": ("e2m1", 14, None),
     "int8-fixed": ("int8", None, Rounding("int8", False)),
+    "whole-numbers": ("int8", 14, Rounding("int8", True), True),
+    "whole-numbers-fixed": ("int8", None, Rounding("int8", False), True),
 }
 
 
 class PackedExperts:
-    """Random experts of few bits: with biases, zero points in some, and a scale of their own for fixed roundings."""
+    """Random experts of few bits: with biases, zero points in some, and a scale of their own for fixed roundings.
 
-    def __init__(self, dtype: torch.dtype, number, group: int | None, rounding: Rounding | None) -> None:
+    Args:
+        whole: Whether inputs are whole numbers too.
+    """
+
+    def __init__(self, dtype: torch.dtype, number, group: int | None, rounding: Rounding | None, whole: bool = False) -> None:
+        self.whole = whole
         self.layers = [
             [self._layer(dtype, *shape, number, group, rounding, expert) for expert in range(EXPERTS)]
             for shape in ((2 * INNER, HIDDEN), (HIDDEN, INNER))
@@ -196,14 +204,20 @@ class PackedExperts:
         if number == "e4m3":
             values = torch.randn(outputs, inputs).to(torch.float8_e4m3fn).view(torch.int8)
         scales = (torch.rand(outputs, inputs // size) + 0.5) / 20
-        zeros = torch.randint(-3, 3, scales.shape, dtype=torch.int8) if number == "int4" and expert % 2 else None
-        weight = pack_quantized(pair_up(values, number), scales, zeros, number, size, inputs)
+        asymmetric = expert % 2 and (number == "int4" or self.whole)
+        zeros = torch.randint(-3, 3, scales.shape, dtype=torch.int8) if asymmetric else None
+        if self.whole:
+            weight = pack_integers(values, scales, zeros, size, rounding)
+        else:
+            weight = pack_quantized(pair_up(values, number), scales, zeros, number, size, inputs)
         fixed = rounding is not None and not rounding.dynamic
         scale, zero = (torch.tensor([0.02 + expert / 100]), torch.tensor([-4.0])) if fixed else (None, None)
         return PackedLayer(weight, torch.randn(outputs).to(dtype), rounding, scale, zero)
 
     def mlps(self, ops):
         def linear(layer: PackedLayer, x: torch.Tensor) -> torch.Tensor:
+            if self.whole:
+                return ops.integer_linear(x, layer.weight, layer.rounding, layer.input_scale, layer.input_zero, layer.bias)
             if layer.rounding is not None:
                 x = ops.rounded_inputs(x, layer.rounding, layer.input_scale, layer.input_zero)
             return ops.quantized_linear(x, layer.weight, layer.bias)
@@ -262,4 +276,5 @@ def test_a_tape_runs_packed_experts_again(native):
 def test_experts_of_several_forms_are_told_apart():
     layers = PackedExperts(torch.float32, *PACKED["int4-groups"]).layers[0]
     other = PackedExperts(torch.float32, *PACKED["int8"]).layers[0]
-    assert alike(layers) and not alike([*layers[:-1], other[-1]])
+    whole = PackedExperts(torch.float32, *PACKED["whole-numbers"]).layers[0]
+    assert alike(layers) and not alike([*layers[:-1], other[-1]]) and not alike([*layers[:-1], whole[-1]])

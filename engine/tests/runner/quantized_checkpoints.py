@@ -165,6 +165,28 @@ def four_bits(source: Path, target: Path, layers: Sequence[str], ignore: Sequenc
     return rewritten(source, target, config, pack, layers)
 
 
+def w8a8(source: Path, target: Path, layers: Sequence[str] = LAYERS) -> Path:
+    """W8A8 of compressed-tensors, with a scale for each output and each token; activations stay as they are in the float
+    checkpoint. See `rewritten`."""
+
+    def pack(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+        scales = (weight.abs().amax(1, keepdim=True) / 127).bfloat16()
+        numbers = (weight / scales.float()).round().clamp(-128, 127)
+        return {"weight": numbers.to(torch.int8), "weight_scale": scales}, numbers * scales.float()
+
+    eight = {"num_bits": 8, "type": "int", "symmetric": True}
+    inputs = eight | {"strategy": "token", "dynamic": True}
+    config = {
+        "quant_method": "compressed-tensors",
+        "format": "int-quantized",
+        "config_groups": {
+            "group_0": {"targets": ["Linear"], "weights": eight | {"strategy": "channel"}, "input_activations": inputs}
+        },
+        "ignore": ["lm_head"],
+    }
+    return rewritten(source, target, config, pack, layers)
+
+
 def fp8(source: Path, target: Path, block: int | None = 128, layers: Sequence[str] = LAYERS) -> Path:
     """DeepSeek's blocks, or one scale for a tensor; activations stay as they are in the float checkpoint. See `rewritten`."""
 

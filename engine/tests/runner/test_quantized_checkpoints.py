@@ -6,7 +6,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from quantized_checkpoints import AWQ_COLUMNS, awq, compressed, fp8, gptq, one_by_one, whole_numbers, words
+from quantized_checkpoints import AWQ_COLUMNS, awq, compressed, fp8, gptq, one_by_one, w8a8, whole_numbers, words
 from safetensors.torch import load_file, save_file
 from tiny_models import MAX_MODEL_LEN
 
@@ -23,6 +23,8 @@ from penstock.engine.quant.parse.config import parse_quantization
 from penstock.engine.quant.scheme import WeightScheme
 from penstock.engine.sampling import SamplingParams
 from penstock.kernels.cpu.isa import available
+from penstock.kernels.integer_linear.reference import IntegerWeight, integer_linear
+from penstock.kernels.integer_linear.reference import whole_numbers as whole_numbers_of
 from penstock.kernels.ops import REFERENCE
 from penstock.kernels.quantized_linear.reference import dequantized
 from penstock.kernels.quantized_linear.rounding import Rounding, rounded_inputs
@@ -307,6 +309,39 @@ def test_experts_of_a_mixture(checkpoint, tmp_path, build_runner, driver):
     np.testing.assert_allclose(logprobs, expected, atol=2e-4)
 
 
+@pytest.mark.req("Q-24")
+@pytest.mark.parametrize("form", ["best", "reference"])
+def test_weights_and_inputs_of_eight_bits_meet_as_whole_numbers(form, by_library, build_runner):
+    """Each layer has the bits that the reference defines, which dequantized numbers do not have."""
+    runner, differ = build_runner(by_library("W8A8"), "bfloat16", form=form), 0
+    for layer in runner.model.layers:
+        for linear in (layer.self_attn.qkv_proj, layer.self_attn.o_proj, layer.mlp.gate_up_proj, layer.mlp.down_proj):
+            method = linear._method
+            assert isinstance(method.weight, IntegerWeight) and method.weight.nbytes < 0.6 * 2 * method.weight.values.numel()
+            x = torch.randn(9, method.weight.in_features).bfloat16()
+            rule, found = Rounding("int8", True), method.apply(x)
+            assert torch.equal(found, integer_linear(x, method.weight, rule, None, None, None))
+            scales = method.weight.scales.flatten()[: method.weight.out_features, None]
+            wide = whole_numbers_of(method.weight).float() * scales
+            differ += int((found != (rounded_inputs(x, rule).float() @ wide.T).bfloat16()).sum())
+    assert differ > 0, "rounded inputs in bfloat16 give other bits"
+
+
+def test_experts_of_whole_numbers(checkpoint, tmp_path, build_runner, driver):
+    """One kernel takes them all; alone, chunked and of one expert after the other they have the same bits."""
+    source, names = tmp_path / "source", ("q_proj", "k_proj", "v_proj", "o_proj", "w1", "w2", "w3")
+    one_by_one(checkpoint("mixtral"), source)
+    plain = w8a8(source, tmp_path / "w8a8", layers=names)
+    runner = build_runner(tmp_path / "w8a8", "bfloat16")
+    mixture = runner.model.layers[0].mlp.experts
+    assert mixture.fused and all(isinstance(method.weight, IntegerWeight) for method in mixture._gate_up)
+    tokens, logprobs = played(driver(runner))
+    again, others = played(driver(runner), 7)
+    assert again == tokens and np.array_equal(others, logprobs)
+    _, expected = played(driver(build_runner(plain, "bfloat16")))
+    assert 0 < np.abs(logprobs[0] - expected[0]).mean() < 0.2, "the rounding of inputs is all that differs"
+
+
 @pytest.mark.req("Q-13")
 def test_formats_that_hold_the_same_numbers_become_the_same_weight(source):
     """AWQ's, GPTQ's and compressed-tensors' order of packed numbers end as one."""
@@ -443,6 +478,22 @@ def test_a_value_that_is_not_a_number_is_named(source, tmp_path, build_runner):
 
     with pytest.raises(ConfigError, match=r"model.layers.0.self_attn.k_proj.weight holds a value that is not a number"):
         build_runner(edited(tmp_path / "fp8", tmp_path, change))
+
+
+def test_a_zero_point_of_inputs_beyond_eight_bits_is_named(by_library, tmp_path, build_runner):
+    def change(tensors):
+        for name in [name for name in tensors if name.endswith("weight_scale")]:
+            module = name.removesuffix("weight_scale")
+            tensors[f"{module}input_scale"] = torch.tensor([0.01])
+            tensors[f"{module}input_zero_point"] = torch.tensor([300 if "layers.1.mlp.down" in module else 5], dtype=torch.int32)
+
+    def static(raw):
+        fields = {"dynamic": False, "strategy": "tensor", "symmetric": False}
+        raw["config_groups"]["group_0"]["input_activations"].update(fields)
+
+    message = "model.layers.1.mlp.down_proj.input_zero_point is 300: a zero point of eight bits is from -128 to 127"
+    with pytest.raises(ConfigError, match=message):
+        build_runner(edited(by_library("W8A8"), tmp_path, change, static))
 
 
 def test_parts_of_a_fused_layer_that_disagree_are_refused(by_hand, tmp_path, build_runner):

@@ -76,11 +76,18 @@ def prompt(seed: int, length: int) -> list[int]:
 
 
 def rank_runner(
-    path: Path, group: Group | None, dtype: str = "float32", quantization: QuantizationName | None = None, **fields: Any
+    path: Path,
+    group: Group | None,
+    dtype: str = "float32",
+    quantization: QuantizationName | None = None,
+    kv_dtype: str = "auto",
+    **fields: Any,
 ) -> ModelRunner:
     """A loaded runner with its cache, as one rank of a group."""
     config = EngineConfig(
-        model=read_model_config(path, served_names=(), dtype=dtype, max_model_len=320, quantization=quantization),
+        model=read_model_config(
+            path, served_names=(), dtype=dtype, kv_dtype=kv_dtype, max_model_len=320, quantization=quantization
+        ),
         cache=CacheConfig(block_size=16),
         scheduler=fields.pop("scheduler", SchedulerConfig(max_num_seqs=16)),
         **fields,

@@ -22,6 +22,7 @@ from penstock.kernels.few_rows import reference as few_rows
 from penstock.kernels.few_rows.reference import Activation
 from penstock.kernels.gated_mul.reference import clamped_swiglu, gelu_tanh_mul, silu_mul
 from penstock.kernels.head_linear.reference import HeadWeight, head_linear, pack_heads
+from penstock.kernels.integer_linear.reference import IntegerWeight, integer_linear
 from penstock.kernels.lora import device_reference as device_lora
 from penstock.kernels.lora.batch import lora_shelves
 from penstock.kernels.lora.device import DeviceLoraShelves
@@ -29,7 +30,7 @@ from penstock.kernels.lora.packed import PackedLoraShelves
 from penstock.kernels.lora.reference import add_lora
 from penstock.kernels.paged_attention.device_reference import paged_attention_device
 from penstock.kernels.paged_attention.reference import paged_attention
-from penstock.kernels.prepare_kv.reference import QKNorm, Rotary, prepare_kv
+from penstock.kernels.prepare_kv.reference import prepare_kv
 from penstock.kernels.quantized_linear.reference import QuantizedWeight, quantized_linear
 from penstock.kernels.quantized_linear.rounding import Rounding, rounded_inputs
 from penstock.kernels.rms_norm.reference import add_rms_norm, rms_norm
@@ -52,9 +53,8 @@ class Ops:
     silu_mul: Callable[[torch.Tensor], torch.Tensor]
     gelu_tanh_mul: Callable[[torch.Tensor], torch.Tensor]
     clamped_swiglu: Callable[[torch.Tensor, float, float], torch.Tensor]
-    prepare_kv: Callable[
-        [torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor, Rotary, QKNorm | None], torch.Tensor
-    ]
+    prepare_kv: Callable[..., torch.Tensor]
+    """On a CPU it and the next one take scales of a cache of eight bits."""
     paged_attention: Callable[..., torch.Tensor]
     """Over a `PagedBatch` on the CPU; over a `DeviceBatch` on a device, where it also takes `out`."""
     lora_shelves: Callable[[int, int, int, Sequence[tuple[int, int]], torch.dtype, torch.device], Iterable[Any]]
@@ -64,6 +64,14 @@ class Ops:
     """Over a weight of few bits. The CPU's compiled form has one thread; the reference dequantizes the weight at each call."""
     rounded_inputs: Callable[[torch.Tensor, Rounding, torch.Tensor | None, torch.Tensor | None], torch.Tensor] = rounded_inputs
     """What some quantized layers multiply in place of their inputs."""
+    integer_linear: (
+        Callable[
+            [torch.Tensor, IntegerWeight, Rounding, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None], torch.Tensor
+        ]
+        | None
+    ) = None
+    """Over a weight of whole numbers and inputs that are rounded to such, in one thread; None: this form rounds inputs by
+    `rounded_inputs` and multiplies in the model's dtype."""
     head_linear: Callable[[torch.Tensor, HeadWeight], torch.Tensor] = head_linear
     pack_heads: Callable[[torch.Tensor], HeadWeight] = pack_heads
     """Makes the weight for `head_linear`."""
@@ -105,6 +113,7 @@ REFERENCE = Ops(
     paged_attention=paged_attention,
     lora_shelves=lora_shelves,
     add_lora=add_lora,
+    integer_linear=integer_linear,
 )
 
 
@@ -134,6 +143,7 @@ def native_ops(dtype: torch.dtype, isa: Isa, cache: Path) -> Ops:
         linear=native.linear,
         quantized_linear=native.quantized_linear,
         rounded_inputs=native.rounded_inputs,
+        integer_linear=native.integer_linear,
         tape=native.tape,
         collectives=native.collectives,
     )
@@ -154,6 +164,7 @@ def device_reference_ops() -> Ops:
         lora_shelves=DeviceLoraShelves,
         add_lora=device_lora.add_lora,
         any_experts=experts_on_device,
+        integer_linear=None,
         norm_linear=few_rows.norm_linear,
         norm_gated_linear=few_rows.norm_gated_linear,
         linear_add=few_rows.linear_add,

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -29,13 +29,6 @@ class GroupInputs:
         return replace(self, batch=replace(self.batch, ends=ends))
 
 
-class KVScales(NamedTuple):
-    """Of one layer: what its cache holds is a key or value divided by its scale."""
-
-    keys: float
-    values: float
-
-
 class AttentionContext(Protocol):
     """What a model's layers know of a step; all cache traffic passes through `attend`."""
 
@@ -54,8 +47,8 @@ class ForwardContext:
     `head_size` numbers; see `penstock.kernels.prepare_kv.cache_rows`."""
     layer_groups: list[GroupInputs]
     """Per layer, its group's."""
-    kv_scales: Sequence[KVScales] | None = field(default=None, kw_only=True)
-    """Per layer; None: 1.0."""
+    kv_scales: Sequence[torch.Tensor] | None = field(default=None, kw_only=True)
+    """Per layer, [2, kv_heads] float32: what its cache holds is a key or value divided by its head's scale. None: by nothing."""
 
     def attend(
         self,
@@ -83,22 +76,11 @@ class ForwardContext:
         k = k.view(-1, layer.num_kv_heads, layer.head_size)
         values = None if layer.value_size else v.view(k.shape)
         cache, group = self.kv_caches[layer.index], self.layer_groups[layer.index]
+        options: dict[str, Any] = {} if self.kv_scales is None else {"scales": self.kv_scales[layer.index]}
         # The write comes first: a token attends to itself and to its chunk's earlier tokens through the cache.
-        scales = None if self.kv_scales is None else self.kv_scales[layer.index]
-        scale, norm = layer.scale, layer.qk_norm
-        if scales is not None:
-            # Attention is linear in the values, and its scores in the keys: so the kernels need not know of scales.
-            scale *= scales.keys
-            if norm is None:
-                k = k / scales.keys
-            else:
-                norm = replace(norm, k_weight=norm.k_weight / scales.keys)
-            values = None if values is None else values / scales.values
-        q = self.ops.prepare_kv(q, k, values, cache, group.slot_mapping, rotary, norm)
-        options: dict[str, Any] = {} if out is None else {"out": out.view(len(q), layer.num_heads, -1)}
+        q = self.ops.prepare_kv(q, k, values, cache, group.slot_mapping, rotary, layer.qk_norm, **options)
+        if out is not None:
+            options["out"] = out.view(len(q), layer.num_heads, -1)
         if layer.value_size:
             options["value_size"] = layer.value_size
-        found = self.ops.paged_attention(q, cache, group.batch, scale, layer.softcap, layer.sinks, **options).flatten(1)
-        if scales is None:
-            return found
-        return found.mul_(scales.keys if layer.value_size else scales.values)
+        return self.ops.paged_attention(q, cache, group.batch, layer.scale, layer.softcap, layer.sinks, **options).flatten(1)

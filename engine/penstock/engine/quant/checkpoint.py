@@ -59,6 +59,8 @@ class StoredLinearMethod(PackedWeight):
             _check_scales(tensor, stored.decode(value) if value.dtype not in FLOATS else value)
         elif value.dtype is torch.float8_e4m3fn and ((value.view(torch.uint8) & E4M3_NAN) == E4M3_NAN).any():
             raise ConfigError(f"{tensor} holds a value that is not a number")
+        elif stored.role == "input_zero" and not -128 <= int(value.flatten()[0]) <= 127:
+            raise ConfigError(f"{tensor} is {int(value.flatten()[0])}: a zero point of eight bits is from -128 to 127")
         try:
             value = value.view(stored.spec.shape) if not value.shape else value
             part = stored.decode(value if stored.role == "check" else stored.spec.cut(value, projection))

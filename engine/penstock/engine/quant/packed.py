@@ -6,6 +6,7 @@ from penstock.engine.config import ConfigError
 from penstock.engine.models.layers.linear_method import CPU
 from penstock.engine.models.layers.projection import Axis, LinearLayer, Projection, TensorSpec
 from penstock.kernels.experts.table import PackedLayer
+from penstock.kernels.integer_linear.reference import IntegerWeight, pack_integers, takes
 from penstock.kernels.ops import Ops
 from penstock.kernels.quantized_linear.reference import Number, QuantizedWeight, bits, dequantized, pack_quantized
 from penstock.kernels.quantized_linear.rounding import Rounding
@@ -47,7 +48,8 @@ class PackedWeight:
         self._rounding, self._round = rounding, ops.rounded_inputs
         self._input_scale = None if rounding is None or rounding.dynamic else torch.zeros(1, device=device)
         self._input_zero: torch.Tensor | None = None
-        self._packed: QuantizedWeight | None = None
+        self._integers = ops.integer_linear if takes(number, rounding) else None
+        self._packed: QuantizedWeight | IntegerWeight | None = None
         self._make_room()
 
     def _make_room(self) -> None:
@@ -66,7 +68,7 @@ class PackedWeight:
             self._make_room()
 
     @property
-    def weight(self) -> QuantizedWeight:
+    def weight(self) -> QuantizedWeight | IntegerWeight:
         """After `finish`: what the kernels read."""
         assert self._packed is not None, "the weight is not loaded"
         return self._packed
@@ -99,18 +101,24 @@ class PackedWeight:
 
     def finish(self) -> None:
         """Brings the weight into the kernels' order: into the memory of an earlier one, where graphs read it."""
-        inputs = self._layer.in_features
-        packed = pack_quantized(self._pairs, self._scales, self._zeros, self._number, self._group, inputs)
+        packed = self._in_order()
         del self._pairs, self._scales, self._zeros
         if self._packed is None:
             self._packed = packed
             return
-        pairs = [(self._packed.values, packed.values), (self._packed.scales, packed.scales), (self._packed.zeros, packed.zeros)]
-        for old, new in pairs:
-            if (None if old is None else old.dtype) != (None if new is None else new.dtype):
+        for old, new in zip(self._packed, packed, strict=True):
+            kinds = [value.dtype if isinstance(value, torch.Tensor) else value for value in (old, new)]
+            if kinds[0] != kinds[1]:
                 raise ConfigError(f"{self._layer.name}: its scales or zero points are of another kind than those before")
-            if old is not None and new is not None:
+            if isinstance(old, torch.Tensor) and isinstance(new, torch.Tensor):
                 old.copy_(new)
+
+    def _in_order(self) -> QuantizedWeight | IntegerWeight:
+        inputs = self._layer.in_features
+        if self._integers is None or self._rounding is None:
+            return pack_quantized(self._pairs, self._scales, self._zeros, self._number, self._group, inputs)
+        numbers = self._pairs.flatten(1)[:, :inputs]
+        return pack_integers(numbers, self._scales, self._zeros, self._group, self._rounding)
 
     def packed_layer(self) -> PackedLayer:
         """After `finish`: what a kernel that takes all experts reads."""
@@ -122,13 +130,18 @@ class PackedWeight:
 
     def widened(self) -> torch.Tensor:
         """In place of `finish`: the weight [out, in] in the layer's dtype. The method keeps nothing."""
+        self._integers = None
         self.finish()
+        assert isinstance(self.weight, QuantizedWeight)
         wide = dequantized(self.weight).to(self._layer.dtype)
         self._packed = None
         return wide
 
     def apply(self, x: torch.Tensor) -> torch.Tensor:
         """[n, in] → [n, out]; a row's result does not depend on the others."""
+        if isinstance(self.weight, IntegerWeight):
+            assert self._integers is not None and self._rounding is not None
+            return self._integers(x, self.weight, self._rounding, self._input_scale, self._input_zero, self.bias)
         if self._rounding is not None:
             x = self._round(x, self._rounding, self._input_scale, self._input_zero)
         return self._linear(x, self.weight, self.bias)

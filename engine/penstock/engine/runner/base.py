@@ -18,7 +18,6 @@ import torch
 
 from penstock.engine.attention.backends.interface import AttentionBackend, AttentionNeeds
 from penstock.engine.attention.backends.registry import choose_backend
-from penstock.engine.attention.context import KVScales
 from penstock.engine.attention.pages import plane_views
 from penstock.engine.cache.layout import KVLayout, kv_layout
 from penstock.engine.cache.pages import PageGeometry, PageIdentity, kv_dtypes
@@ -52,7 +51,7 @@ from penstock.engine.models.kv import kv_layers
 from penstock.engine.models.layers.comm import Comm, OneRank
 from penstock.engine.models.layers.linear_choice import linear_method
 from penstock.engine.models.layers.linear_method import CPU, DeviceLinearMethod, LinearMethodFactory
-from penstock.engine.models.layers.shard import Shard, Stage
+from penstock.engine.models.layers.shard import Shard, Span, Stage
 from penstock.engine.models.model import Model
 from penstock.engine.models.moe import MoeForCausalLM
 from penstock.engine.models.registry import model_class
@@ -61,7 +60,7 @@ from penstock.engine.parallel.expert_exchange import ExpertExchange
 from penstock.engine.parallel.expert_group import ExpertGroup
 from penstock.engine.parallel.group import Group
 from penstock.engine.quant.checkpoint import stored, warn_of_ignored
-from penstock.engine.quant.kv_scales import read_kv_scales
+from penstock.engine.quant.kv_scales import KVScales, read_kv_scales
 from penstock.engine.quant.online import quantized
 from penstock.engine.quant.parse.config import parse_quantization
 from penstock.engine.runner.not_finite import NotFinite
@@ -387,13 +386,21 @@ class RunnerBase(Turns[Runtime, Step, Sampled]):
             fill(self.model, source, self._dtype, self._uploader())
             self.model.finish()
         self._source, self._kv_scales = source, self._read_kv_scales(source)
+        heads = self._kv_heads()
+        self._own_kv_scales = None if self._kv_scales is None else [scales.part(heads) for scales in self._kv_scales]
 
     def _read_kv_scales(self, source: Source) -> Sequence[KVScales] | None:
         """Of a cache in FP8; ConfigError where the checkpoint's are none."""
         dtype = self.config.model.kv_dtype
         if dtype not in ("fp8_e4m3", "fp8_e5m2") or source.format == "dummy":
             return None  # as 1.0
-        return read_kv_scales(source.path, self.decoder_config.num_layers, needed=dtype == "fp8_e4m3")
+        of_all = self._kv_heads().total
+        return read_kv_scales(source.path, self.decoder_config.num_layers, of_all, needed=dtype == "fp8_e4m3")
+
+    def _kv_heads(self) -> Span:
+        """The heads of the KV cache that the rank keeps; every rank has the whole latent."""
+        latent = self.decoder_config.latent is not None
+        return Span(1, 0, 1) if latent else self._shard.kv_heads(self.decoder_config.num_kv_heads)
 
     def _limit_threads(self) -> None:
         """OpenMP counts per calling thread, and an executor may run steps in another thread than the one that loaded."""

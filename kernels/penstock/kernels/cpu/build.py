@@ -18,6 +18,7 @@ _NAMES = (
     "head_linear.cpp",
     "quantized_linear.cpp",
     "rounding.cpp",
+    "integer_linear.cpp",
     "experts.cpp",
     "lora.cpp",
     "replay.cpp",
@@ -26,7 +27,7 @@ _NAMES = (
     "collective.cpp",
 )
 SOURCES = tuple(Path(__file__).with_name(name) for name in _NAMES)
-HEADERS = (Path(__file__).with_name("vector.h"),)
+HEADERS = tuple(Path(__file__).with_name(name) for name in ("vector.h", "rounding.h"))
 COMPILERS = ("c++", "g++", "clang++")
 FLAGS = ("-std=c++17", "-O3", "-shared", "-fPIC")
 PACKAGED = Path(__file__).with_name("lib")

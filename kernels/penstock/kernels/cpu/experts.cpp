@@ -16,6 +16,8 @@ void penstock_linear(int, const void*, const void*, const void*, void*, int64_t,
 void penstock_quantized_linear(int, int, int, const void*, const void*, const void*, const int8_t*, const void*, void*, int64_t, int64_t,
                                int64_t, int64_t);
 void penstock_rounded_inputs(int, const void*, const float*, const float*, void*, int64_t, int64_t, int64_t, int, int);
+void penstock_integer_linear(int, const void*, const int8_t*, const float*, const int32_t*, const int8_t*, const void*, const float*,
+                             const float*, void*, int64_t, int64_t, int64_t, int64_t, int64_t, int);
 void penstock_silu_mul(int, const void*, void*, int64_t, int64_t);
 void penstock_gelu_tanh_mul(int, const void*, void*, int64_t, int64_t);
 void penstock_clamped_swiglu(int, const void*, void*, int64_t, int64_t, float, float);
@@ -111,8 +113,9 @@ struct Form {
   int64_t number, scale_dtype, group, rounds, rounds_group, float8, powers;
 };
 struct Tensors {
-  int64_t values, scales, zeros, bias, input_scale, input_zero;
+  int64_t values, scales, zeros, bias, input_scale, input_zero, sums;
 };
+constexpr int64_t kIntegers = 4;  // a form's number where weights and inputs meet as whole numbers, as `experts/table.py` has it
 struct Packed {
   const Form* form;
   const Tensors* experts;
@@ -122,13 +125,20 @@ struct Packed {
   void operator()(int dtype, int64_t expert, const T* x, T* own, T* out, int64_t rows, int64_t outputs, int64_t inputs) const {
     const auto at = [](int64_t address) { return reinterpret_cast<const void*>(address); };
     const Tensors& of = experts[expert];
+    const auto *scale = static_cast<const float*>(at(of.input_scale)), *zero = static_cast<const float*>(at(of.input_zero));
+    const auto* zeros = static_cast<const int8_t*>(at(of.zeros));
+    if (form->number == kIntegers) {
+      penstock_integer_linear(dtype, x, static_cast<const int8_t*>(at(of.values)), static_cast<const float*>(at(of.scales)),
+                              static_cast<const int32_t*>(at(of.sums)), zeros, at(of.bias), scale, zero, out, rows, outputs, inputs,
+                              form->group, form->rounds_group, form->powers != 0);
+      return;
+    }
     if (form->rounds) {
-      const auto *scale = static_cast<const float*>(at(of.input_scale)), *zero = static_cast<const float*>(at(of.input_zero));
       penstock_rounded_inputs(dtype, x, scale, zero, own, rows, inputs, form->rounds_group, form->float8 != 0, form->powers != 0);
       x = own;
     }
     penstock_quantized_linear(dtype, static_cast<int>(form->scale_dtype), static_cast<int>(form->number), x, at(of.values), at(of.scales),
-                              static_cast<const int8_t*>(at(of.zeros)), at(of.bias), out, rows, outputs, inputs, form->group);
+                              zeros, at(of.bias), out, rows, outputs, inputs, form->group);
   }
 };
 

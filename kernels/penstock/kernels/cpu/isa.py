@@ -32,8 +32,8 @@ ISAS = (
     Isa(
         "avx512_bf16",
         "x86_64",
-        frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16", "avx2", "fma", "f16c"}),
-        ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512bf16", "-mavx2", "-mfma", "-mf16c"),
+        frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16", "avx512_vnni", "avx2", "fma", "f16c"}),
+        ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512bf16", "-mavx512vnni", "-mavx2", "-mfma", "-mf16c"),
     ),
     Isa(
         "avx2",

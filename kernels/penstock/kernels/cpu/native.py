@@ -14,11 +14,12 @@ from penstock.kernels.cpu.tape import Listener, Pool, Recording, Tape, Watch
 from penstock.kernels.experts.routing import Routing
 from penstock.kernels.experts.table import ExpertTable, PackedExpertTable
 from penstock.kernels.head_linear.reference import HeadWeight
+from penstock.kernels.integer_linear.reference import IntegerWeight
 from penstock.kernels.linear.reference import pack_weight
 from penstock.kernels.lora.batch import LoraBatch
 from penstock.kernels.lora.packed import PackedLoraShelves
 from penstock.kernels.paged_attention.batch import PagedBatch
-from penstock.kernels.prepare_kv.cache_rows import SCALED, row_size
+from penstock.kernels.prepare_kv.cache_rows import FLOATS_OF_EIGHT_BITS, SCALED, row_size
 from penstock.kernels.prepare_kv.reference import QKNorm, Rotary
 from penstock.kernels.quantized_linear.reference import NUMBERS, SCALES, QuantizedWeight
 from penstock.kernels.quantized_linear.rounding import Rounding
@@ -26,12 +27,11 @@ from penstock.kernels.quantized_linear.rounding import Rounding
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 _GATES = ("silu", "gelu_tanh", "clamped_swiglu")
 """As the compiled kernel of experts numbers them."""
-_EIGHT_BITS = (torch.float8_e4m3fn, torch.float8_e5m2, SCALED)
 _CACHES = (
     *((dtype, dtype) for dtype in DTYPES),
     (torch.float32, torch.bfloat16),
     (torch.bfloat16, torch.float32),
-    *((dtype, kept) for kept in _EIGHT_BITS for dtype in DTYPES),
+    *((dtype, kept) for kept in (*FLOATS_OF_EIGHT_BITS, SCALED) for dtype in DTYPES),
 )
 _WITH_CACHE = {pair: number for number, pair in enumerate(_CACHES)}
 """The compiled kernels' numbers for the dtypes of a model and its KV cache."""
@@ -43,10 +43,10 @@ _SIGNATURES = {
     "penstock_gelu_tanh_mul": [c_int, *[c_void_p] * 2, *[c_int64] * 2],
     "penstock_prepare_kv": [
         *[c_int, *[c_void_p] * 3, *[c_int64] * 3, *[c_void_p] * 2, c_int64],
-        *[*[c_void_p] * 3, c_int64, *[c_void_p] * 2, c_float, *[c_int64] * 6],
+        *[*[c_void_p] * 3, c_int64, *[c_void_p] * 3, c_float, *[c_int64] * 6],
     ],
     "penstock_linear": [c_int, *[c_void_p] * 4, *[c_int64] * 3],
-    "penstock_paged_attention": [c_int, *[c_void_p] * 3, c_int64, *[c_void_p] * 5, *[c_int64] * 8, *[c_float] * 2],
+    "penstock_paged_attention": [c_int, *[c_void_p] * 3, c_int64, *[c_void_p] * 6, *[c_int64] * 8, *[c_float] * 2],
     "penstock_gather_rows": [*[c_void_p] * 3, *[c_int64] * 2],
     "penstock_add_lora": [
         *[c_int, *[c_void_p] * 4, c_int64, c_void_p, c_int64, c_void_p, c_int64, c_void_p],
@@ -60,6 +60,7 @@ _SIGNATURES = {
     "penstock_head_linear": [c_int, c_void_p, *[c_int64] * 2, c_void_p, c_int64, c_void_p, *[c_int64] * 4],
     "penstock_rounded_inputs": [c_int, *[c_void_p] * 4, *[c_int64] * 3, *[c_int] * 2],
     "penstock_packed_experts": [c_int, *[c_void_p] * 7, *[c_int64] * 5, c_int, *[c_float] * 2],
+    "penstock_integer_linear": [c_int, *[c_void_p] * 9, *[c_int64] * 5, c_int],
     "penstock_replay": [c_void_p, c_int64],
 }
 _NUMBERS = tuple(_SIGNATURES)
@@ -127,12 +128,32 @@ class NativeOps:
         self._library.penstock_quantized_linear(*codes, *pointers, *sizes)
         return out
 
+    def integer_linear(
+        self,
+        x: torch.Tensor,
+        weight: IntegerWeight,
+        rule: Rounding,
+        scale: torch.Tensor | None,
+        zero: torch.Tensor | None,
+        bias: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """See the reference."""
+        _check_scale(rule, scale)
+        x = self._checked(x)
+        if x.shape[1] != weight.in_features:
+            raise ValueError(f"{x.shape[1]} inputs meet a weight of {weight.in_features}")
+        out = torch.empty((x.shape[0], weight.out_features), dtype=self._dtype)
+        tensors = (x, weight.values, weight.scales, weight.sums, weight.zeros, bias, scale, zero, out)
+        pointers = (None if tensor is None else tensor.data_ptr() for tensor in tensors)
+        sizes = (x.shape[0], weight.out_features, weight.in_features, weight.group, rule.group or 0)
+        self._library.penstock_integer_linear(self._code, *pointers, *sizes, int(rule.power_of_two))
+        return out
+
     def rounded_inputs(
         self, x: torch.Tensor, rule: Rounding, scale: torch.Tensor | None = None, zero: torch.Tensor | None = None
     ) -> torch.Tensor:
         """See the reference."""
-        if rule.dynamic != (scale is None):
-            raise ValueError("dynamic scales are found here, others are given")
+        _check_scale(rule, scale)
         x = self._checked(x)
         out = torch.empty_like(x)
         pointers = (None if tensor is None else tensor.data_ptr() for tensor in (x, scale, zero, out))
@@ -203,6 +224,7 @@ class NativeOps:
         slot_mapping: torch.Tensor,
         rotary: Rotary,
         qk_norm: QKNorm | None,
+        scales: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See the reference."""
         # Slices of one projection's result: rows may lie apart, a row's heads side by side.
@@ -222,6 +244,7 @@ class NativeOps:
                 rotary.sin.data_ptr(),
                 rotary.cos.stride(0),
                 *weights,
+                _scales_of(kv_cache, scales),
                 0.0 if qk_norm is None else qk_norm.eps,
             ),
             *(q.shape[0], q.shape[1], kv_heads, block_size, q.shape[2], 2 * rotary.cos.shape[1]),
@@ -237,6 +260,7 @@ class NativeOps:
         softcap: float = 0.0,
         sinks: torch.Tensor | None = None,
         value_size: int = 0,
+        scales: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See the reference."""
         q = self._checked(q)
@@ -248,7 +272,7 @@ class NativeOps:
         self._library.penstock_paged_attention(
             *(code, q.data_ptr(), out.data_ptr(), kv_cache.data_ptr(), block_stride),
             *(starts.ctypes.data, lens.ctypes.data, table.ctypes.data, None if sinks is None else sinks.data_ptr()),
-            None if batch.ends is None else batch.ends.ctypes.data,
+            *(None if batch.ends is None else batch.ends.ctypes.data, _scales_of(kv_cache, scales)),
             *(table.strides[0] // table.itemsize, len(lens), q.shape[1], kv_heads, block_size, q.shape[2]),
             *(batch.window or 0, value_size, scale, softcap),
         )
@@ -320,6 +344,21 @@ class NativeOps:
         if kv_cache.shape[4] != row_size(head_size, kv_cache.dtype):
             raise ValueError(f"a cache with rows of {kv_cache.shape[4]} meets heads of {head_size}")
         return code, kv_cache.stride(0), kv_cache.shape[2], kv_cache.shape[3]
+
+
+def _check_scale(rule: Rounding, scale: torch.Tensor | None) -> None:
+    if rule.dynamic != (scale is None):
+        raise ValueError("dynamic scales are found here, others are given")
+
+
+def _scales_of(kv_cache: torch.Tensor, scales: torch.Tensor | None) -> int | None:
+    """The address of a cache's scales; TypeError where there cannot be such."""
+    if scales is None:
+        return None
+    fits = scales.dtype is torch.float32 and scales.shape == (2, kv_cache.shape[2]) and scales.is_contiguous()
+    if kv_cache.dtype not in FLOATS_OF_EIGHT_BITS or not fits:
+        raise TypeError(f"scales of {scales.dtype}, {list(scales.shape)}, do not fit a cache of {kv_cache.dtype}")
+    return scales.data_ptr()
 
 
 def _has_rows(x: torch.Tensor) -> bool:

@@ -206,8 +206,18 @@ void rotate(const T* x, const float* weight, float eps, const float* cos, const 
   }
 }
 
+// A row divided by what the checkpoint says of its head, once, before it is rounded.
+template <typename C>
+inline void keep_scaled(float* row, int64_t d, float scale, C* out) {
+  if (scale != 1.0f)
+    for (int64_t i = 0; i < d; ++i) row[i] /= scale;
+  keep_row(row, d, out);
+}
+
 struct CacheShape {
   int64_t block_stride, kv_heads, block_size, d, row;  // row: elements from one token to the next
+  const float* scales;  // [2, kv_heads], of what the cache holds keys and values are these times; null: all are 1
+  float scale(int64_t kind, int64_t head) const { return scales == nullptr ? 1.0f : scales[kind * kv_heads + head]; }
   int64_t offset(int64_t block, int64_t kind, int64_t head, int64_t token) const {
     return block * block_stride + ((kind * kv_heads + head) * block_size + token) * row;
   }
@@ -215,12 +225,12 @@ struct CacheShape {
 
 // One head as it is, in the cache's dtype.
 template <typename T, typename C>
-void write(const T* x, int64_t d, float* row, C* out) {
+void write(const T* x, int64_t d, float scale, float* row, C* out) {
   if constexpr (std::is_same_v<T, C>) {
     std::memcpy(out, x, d * sizeof(T));
   } else {
     widen_row(x, d, row);
-    keep_row(row, d, out);
+    keep_scaled(row, d, scale, out);
   }
 }
 
@@ -239,9 +249,9 @@ void prepare_kv(const T* q, const T* k, const T* v, int64_t q_stride, int64_t k_
     const int64_t block = slots[t] / shape.block_size, token = slots[t] % shape.block_size;
     for (int64_t h = 0; h < shape.kv_heads; ++h) {
       rotate(k + t * k_stride + h * d, k_weight, eps, cos, sin, d, half, row);
-      keep_row(row, d, cache + shape.offset(block, 0, h, token));
+      keep_scaled(row, d, shape.scale(0, h), cache + shape.offset(block, 0, h, token));
       if (v == nullptr) continue;  // latent attention: values are a part of the keys
-      write(v + t * v_stride + h * d, d, row, cache + shape.offset(block, 1, h, token));
+      write(v + t * v_stride + h * d, d, shape.scale(1, h), row, cache + shape.offset(block, 1, h, token));
     }
   }
 }
@@ -355,12 +365,14 @@ struct Attention {
   int64_t seen_end(int64_t first, int64_t position, int64_t t) const { return ends != nullptr ? ends[first + t] : position + t + 1; }
 
   // Queries [first, first + count) of the batch, at positions from `position` on, against one key head.
+  // Attention is linear in the values, and its scores in the keys, so that scales meet the queries and the results alone.
   void run(int64_t first, int64_t count, int64_t position, const int32_t* blocks, int64_t head) {
+    const float query_scale = scale * shape.scale(0, head), value_scale = shape.scale(value_size ? 0 : 1, head);
     for (int64_t t = 0; t < count; ++t)
       for (int64_t g = 0; g < group; ++g) {
         float* query = &queries[(t * group + g) * width];
         widen_row(q + ((first + t) * heads + head * group + g) * shape.d, shape.d, query);
-        for (int64_t i = 0; i < shape.d; ++i) query[i] *= scale;
+        for (int64_t i = 0; i < shape.d; ++i) query[i] *= query_scale;
         states[t * group + g] = {kMinusInfinity, 0.0f};
       }
     std::fill(acc.begin(), acc.begin() + count * group * width, 0.0f);
@@ -386,7 +398,7 @@ struct Attention {
       T* target = out + ((first + row / group) * heads + head * group + row % group) * out_size;
       float* result = &acc[row * width];
       if (sinks != nullptr) add_sink(sinks[head * group + row % group], &states[row], result);
-      for (int64_t i = 0; i < out_size; ++i) result[i] /= states[row].total;
+      for (int64_t i = 0; i < out_size; ++i) result[i] = result[i] / states[row].total * value_scale;
       narrow_row(result, out_size, target);
     }
   }
@@ -481,19 +493,19 @@ void penstock_clamped_swiglu(int dtype, const void* x, void* out, int64_t n, int
 
 void penstock_prepare_kv(int dtype, const void* q, const void* k, const void* v, int64_t q_stride, int64_t k_stride, int64_t v_stride,
                          void* q_out, void* cache, int64_t block_stride, const int64_t* slots, const float* cos, const float* sin,
-                         int64_t angle_stride, const float* q_weight, const float* k_weight, float eps, int64_t n, int64_t heads, int64_t kv_heads,
-                         int64_t block_size, int64_t d, int64_t rotary_size) {
+                         int64_t angle_stride, const float* q_weight, const float* k_weight, const float* scales, float eps, int64_t n,
+                         int64_t heads, int64_t kv_heads, int64_t block_size, int64_t d, int64_t rotary_size) {
   PENSTOCK_WITH_CACHE((prepare_kv<T, C>(IN(q), IN(k), IN(v), q_stride, k_stride, v_stride, OUT(q_out), static_cast<C*>(cache),
-                                        CacheShape{block_stride, kv_heads, block_size, d, row_size<C>(d)}, slots, cos, sin,
+                                        CacheShape{block_stride, kv_heads, block_size, d, row_size<C>(d), scales}, slots, cos, sin,
                                         angle_stride, q_weight, k_weight, eps, n, heads, rotary_size)))
 }
 
 void penstock_paged_attention(int dtype, const void* q, void* out, const void* cache, int64_t block_stride,
                               const int32_t* query_start_loc, const int32_t* seq_lens, const int32_t* block_table, const float* sinks,
-                              const int32_t* ends, int64_t table_width, int64_t requests, int64_t heads, int64_t kv_heads, int64_t block_size, int64_t d,
+                              const int32_t* ends, const float* scales, int64_t table_width, int64_t requests, int64_t heads, int64_t kv_heads, int64_t block_size, int64_t d,
                               int64_t window, int64_t value_size, float scale, float softcap) {
   PENSTOCK_WITH_CACHE((paged_attention<T, C>(IN(q), OUT(out), static_cast<const C*>(cache),
-                                             CacheShape{block_stride, kv_heads, block_size, d, row_size<C>(d)}, query_start_loc, seq_lens,
+                                             CacheShape{block_stride, kv_heads, block_size, d, row_size<C>(d), scales}, query_start_loc, seq_lens,
                                              block_table, sinks, ends, table_width, requests, heads, window, value_size, scale, softcap)))
 }
 

@@ -12,15 +12,17 @@ void penstock_silu_mul(int, const void*, void*, int64_t, int64_t);
 void penstock_gelu_tanh_mul(int, const void*, void*, int64_t, int64_t);
 void penstock_clamped_swiglu(int, const void*, void*, int64_t, int64_t, float, float);
 void penstock_prepare_kv(int, const void*, const void*, const void*, int64_t, int64_t, int64_t, void*, void*, int64_t, const int64_t*,
-                         const float*, const float*, int64_t, const float*, const float*, float, int64_t, int64_t, int64_t, int64_t,
+                         const float*, const float*, int64_t, const float*, const float*, const float*, float, int64_t, int64_t, int64_t, int64_t,
                          int64_t, int64_t);
 void penstock_linear(int, const void*, const void*, const void*, void*, int64_t, int64_t, int64_t);
 void penstock_head_linear(int, const void*, int64_t, int64_t, const void*, int64_t, void*, int64_t, int64_t, int64_t, int64_t);
 void penstock_quantized_linear(int, int, int, const void*, const void*, const void*, const int8_t*, const void*, void*, int64_t, int64_t,
                                int64_t, int64_t);
 void penstock_rounded_inputs(int, const void*, const float*, const float*, void*, int64_t, int64_t, int64_t, int, int);
+void penstock_integer_linear(int, const void*, const int8_t*, const float*, const int32_t*, const int8_t*, const void*, const float*,
+                             const float*, void*, int64_t, int64_t, int64_t, int64_t, int64_t, int);
 void penstock_paged_attention(int, const void*, void*, const void*, int64_t, const int32_t*, const int32_t*, const int32_t*, const float*, const int32_t*,
-                              int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, float, float);
+                              const float*, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, float, float);
 void penstock_gather_rows(const void*, const int64_t*, void*, int64_t, int64_t);
 void penstock_add_lora(int, void*, const void*, const int64_t*, const int64_t*, int64_t, const void*, int64_t, const int64_t*, int64_t,
                        const int64_t*, int64_t, int64_t);
@@ -39,7 +41,7 @@ namespace {
 // As `tape.py` packs it: pointers and integers as they are, a float's bits in the low half.
 struct Call {
   int64_t op;
-  int64_t arguments[23];
+  int64_t arguments[24];
 };
 
 struct Argument {
@@ -65,7 +67,7 @@ void call(void (*function)(Parameters...), const int64_t* bits, std::index_seque
 
 template <typename... Parameters>
 void call(void (*function)(Parameters...), const int64_t* bits) {
-  static_assert(sizeof...(Parameters) <= 23);
+  static_assert(sizeof...(Parameters) <= 24);
   call(function, bits, std::index_sequence_for<Parameters...>{});
 }
 
@@ -99,6 +101,7 @@ void penstock_replay(const void* calls, int64_t count) {
       case 15: call(penstock_head_linear, one->arguments); break;
       case 16: call(penstock_rounded_inputs, one->arguments); break;
       case 17: call(penstock_packed_experts, one->arguments); break;
+      case 18: call(penstock_integer_linear, one->arguments); break;
     }
 }
 

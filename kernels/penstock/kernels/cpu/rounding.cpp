@@ -1,56 +1,18 @@
 // Inputs of linear layers rounded to eight bits, in one thread, behind a C ABI: the same numbers, bit by bit, as
 // `quantized_linear/rounding.py`.
 
-#include <algorithm>
-#include <cmath>
-#include <limits>
-
-#include "vector.h"
+#include "rounding.h"
 
 namespace {
 
 using namespace penstock;
 
-constexpr float kFloat8Max = 448.0f, kInt8Steps = 127.5f;
-constexpr float kWhole = 0x1.8p23f;  // added and subtracted, it leaves a whole number, ties to even
-
-struct Rule {
-  bool float8, powers;
-};
-
-// Of dynamic scales: NaN where an input is none.
-template <typename T>
-float scale_of(const T* x, int64_t size, const Rule& rule) {
-  float largest = 0.0f;
-  bool numbers = true;
-  for (int64_t i = 0; i < size; ++i) {
-    const float magnitude = std::abs(widen(x[i]));
-    largest = std::max(largest, magnitude), numbers = numbers && magnitude == magnitude;
-  }
-  if (!numbers) return std::numeric_limits<float>::quiet_NaN();
-  float scale = std::max(largest / (rule.float8 ? kFloat8Max : kInt8Steps), std::numeric_limits<float>::min());
-  if (rule.powers && std::isfinite(scale)) {
-    int exponent;
-    const float fraction = std::frexp(scale, &exponent);
-    scale = std::ldexp(1.0f, exponent - (fraction == 0.5f));
-  }
-  return scale;
-}
-
-inline Vec between(Vec x, float low, float high) {
-  x = x < low ? splat(low) : x;
-  return x > high ? splat(high) : x;
-}
-
 inline Vec rounded(Vec x, Vec scale, Vec zero, bool float8) {
+  if (!float8) return (whole_steps(x, scale, zero) - zero) * scale;
   const Vec steps = x / scale;
-  if (float8) {
-    E4m3 codes[kLanes];
-    store(codes, steps);
-    return (steps == steps ? load(codes) : steps) * scale;
-  }
-  const Vec moved = between(steps + zero, -129.0f, 128.0f);
-  return (between((moved + kWhole) - kWhole, -128.0f, 127.0f) - zero) * scale;
+  E4m3 codes[kLanes];
+  store(codes, steps);
+  return (steps == steps ? load(codes) : steps) * scale;
 }
 
 template <typename T>

@@ -17,7 +17,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-_CALL = struct.Struct("24q")
+_CALL = struct.Struct("25q")
 _FLOAT = struct.Struct("f")
 _BITS = struct.Struct("I")
 _EMPTY = {torch.empty, torch.empty_like, torch.Tensor.new_empty}
@@ -108,7 +108,7 @@ class Recording:
     def native(self, op: int, arguments: Sequence[int | float | None]) -> None:
         """A call of the library's operation with this number."""
         packed = [_packed(argument) for argument in arguments]
-        self._calls.append(_CALL.pack(op, *packed, *[0] * (23 - len(packed))))
+        self._calls.append(_CALL.pack(op, *packed, *[0] * (24 - len(packed))))
 
     def python(self, function: Callable[[], object]) -> None:
         """Anything else."""

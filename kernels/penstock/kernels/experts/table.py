@@ -7,10 +7,13 @@ from typing import Literal, NamedTuple
 
 import torch
 
+from penstock.kernels.integer_linear.reference import IntegerWeight
 from penstock.kernels.quantized_linear.reference import NUMBERS, SCALES, QuantizedWeight
 from penstock.kernels.quantized_linear.rounding import Rounding
 
 Gate = Literal["silu", "gelu_tanh", "clamped_swiglu"]
+_INTEGERS = len(NUMBERS)
+"""In place of a number's, where weights and inputs meet as whole numbers."""
 
 
 class AddressTable(ABC):
@@ -57,7 +60,7 @@ def _addresses(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 class PackedLayer(NamedTuple):
     """One linear layer of one expert, in few bits."""
 
-    weight: QuantizedWeight
+    weight: QuantizedWeight | IntegerWeight
     bias: torch.Tensor | None = None
     rounding: Rounding | None = None
     """Of its inputs; None: they are multiplied as they are."""
@@ -71,13 +74,16 @@ class PackedLayer(NamedTuple):
         """What all experts must have in common, in the compiled kernel's numbers."""
         weight, rule = self.weight, self.rounding
         how = (0, 0, 0, 0) if rule is None else (1, rule.group or 0, rule.number == "float8", rule.power_of_two)
+        if isinstance(weight, IntegerWeight):
+            return _INTEGERS, SCALES[weight.scales.dtype], weight.group, *map(int, how)
         return NUMBERS.index(weight.number), SCALES[weight.scales.dtype], weight.group, *map(int, how)
 
     @property
     def tensors(self) -> tuple[torch.Tensor | None, ...]:
         """What each expert has of its own, in the compiled kernel's order."""
         weight = self.weight
-        return weight.values, weight.scales, weight.zeros, self.bias, self.input_scale, self.input_zero
+        sums = weight.sums if isinstance(weight, IntegerWeight) else None
+        return weight.values, weight.scales, weight.zeros, self.bias, self.input_scale, self.input_zero, sums
 
 
 @dataclass
@@ -96,7 +102,7 @@ class PackedExpertTable(AddressTable):
     forms: torch.Tensor = field(init=False)
     """[2, 7], int64: of both layers."""
     gate_up_at: torch.Tensor = field(init=False)
-    """[experts, 6], int64: the addresses; 0 for what there is not."""
+    """[experts, 7], int64: the addresses; 0 for what there is not."""
     down_at: torch.Tensor = field(init=False)
 
     def __post_init__(self) -> None:

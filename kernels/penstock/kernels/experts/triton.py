@@ -20,7 +20,7 @@ from penstock.kernels.experts.reference import combined
 from penstock.kernels.experts.table import ExpertTable, PackedExpertTable, PackedLayer
 from penstock.kernels.gated_mul.triton import clamped_swiglu, gelu_tanh_mul, silu_mul
 from penstock.kernels.quantized_linear.launch import FEW, block_of
-from penstock.kernels.quantized_linear.reference import NUMBERS
+from penstock.kernels.quantized_linear.reference import NUMBERS, QuantizedWeight
 from penstock.kernels.quantized_linear.rounding import rounded_inputs
 from penstock.kernels.quantized_linear.triton import UNITS, packed_product
 
@@ -65,7 +65,7 @@ def _grouped_packed_kernel(
         choice = tl.load(choices + tl.program_id(0) * TILE + tl.arange(0, TILE))
         there = choice >= 0
         output = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
-        tensors = tensors_at + expert * 6  # as `PackedLayer.tensors` orders them
+        tensors = tensors_at + expert * 7  # as `PackedLayer.tensors` orders them
         values = tl.load(tensors).to(tl.pointer_type(tl.int8))
         scales = tl.load(tensors + 1).to(tl.pointer_type(scales_like.dtype.element_ty))
         zeros_at = tl.load(tensors + 2)
@@ -176,6 +176,7 @@ def _grouped_packed(
 ) -> None:
     choices, expert_of = layout
     first = layers[0].weight
+    assert isinstance(first, QuantizedWeight), "whole numbers meet on a CPU alone"
     _grouped_packed_kernel[(len(expert_of), triton.cdiv(out.shape[1], _OUTPUTS))](
         *(x, tensors_at, first.scales, choices, expert_of, out),
         IN=x.shape[1],

@@ -20,6 +20,7 @@ def paged_attention(
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
     value_size: int = 0,
+    scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attends each query to the keys of its request up to its own position, from the first or as far back as the batch's window.
 
@@ -33,12 +34,15 @@ def paged_attention(
         sinks: [heads], float32: the score of one more key a head, whose value is zero (gpt-oss). None: there is none.
         value_size: Where not 0, so many last elements of a key are its value (latent attention), and the cache is
             [blocks, 1, kv_heads, block_size, row].
+        scales: [2, kv_heads] float32: keys and values are what the cache holds times these. None: they are what it holds.
 
     Returns:
         [n, heads, d], or [n, heads, value_size], in q's dtype.
     """
     kv_heads, head_size = kv_cache.shape[2], q.shape[2]
     grouped = (q.float() * scale).view(q.shape[0], kv_heads, -1, head_size)
+    if scales is not None:  # scores are linear in the keys, and results in the values
+        grouped = grouped * scales[0, :, None, None]
     of_key_heads = None if sinks is None else sinks.view(kv_heads, -1)
     out = grouped.new_empty(*grouped.shape[:3], value_size or head_size)
     if batch.decode_tokens.numel():
@@ -47,6 +51,8 @@ def paged_attention(
     for prefill in batch.prefills:
         chunk = slice(prefill.start, prefill.start + prefill.length)
         out[chunk] = _prefill(grouped[chunk], kv_cache, prefill, softcap, of_key_heads, value_size)
+    if scales is not None:
+        out *= scales[0 if value_size else 1, :, None, None]
     return out.to(q.dtype).flatten(1, 2)
 
 

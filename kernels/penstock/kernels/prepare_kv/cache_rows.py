@@ -6,6 +6,8 @@ A row of int8 has a scale of its own, its largest magnitude divided by 127, whic
 
 import torch
 
+FLOATS_OF_EIGHT_BITS = (torch.float8_e4m3fn, torch.float8_e5m2)
+"""Dtypes of rows that are divided by scales of the checkpoint."""
 SCALED = torch.int8
 """The dtype of rows that have a scale."""
 SCALE_BYTES = 4

@@ -41,6 +41,7 @@ def prepare_kv(
     slot_mapping: torch.Tensor,
     rotary: Rotary,
     qk_norm: QKNorm | None,
+    scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Returns the rotated queries; keys and values go to their slots of the cache.
 
@@ -55,6 +56,8 @@ def prepare_kv(
             whose content nobody reads.
         rotary: Of the n tokens.
         qk_norm: None where the model has none.
+        scales: [2, kv_heads] float32, of a cache of floating-point numbers of eight bits: keys and values are divided by them
+            before they are rounded to its dtype. None: they are stored as they are.
 
     Returns:
         [n, heads, d] in q's dtype.
@@ -68,7 +71,10 @@ def prepare_kv(
     offset = slots - block * block_size
     # torch places no numbers of eight bits, but bytes.
     stored = kv_cache if kv_cache.itemsize > 1 else kv_cache.view(torch.uint8)
-    stored[block, 0, :, offset] = to_rows(rope(k, rotary.cos, rotary.sin), kv_cache.dtype).view(stored.dtype)
+    k = rope(k, rotary.cos, rotary.sin)
+    if scales is not None:
+        k, v = k / scales[0, :, None], None if v is None else v / scales[1, :, None]
+    stored[block, 0, :, offset] = to_rows(k, kv_cache.dtype).view(stored.dtype)
     if v is not None:
         stored[block, 1, :, offset] = to_rows(v, kv_cache.dtype).view(stored.dtype)
     return rope(q, rotary.cos, rotary.sin)

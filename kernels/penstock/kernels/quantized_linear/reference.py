@@ -131,8 +131,8 @@ def pack_quantized(
     """
     missing = -len(pairs) % LANES
     panels = padded(pairs, 0, missing).unflatten(0, (-1, LANES)).permute(0, 2, 3, 1).contiguous()
-    packed_zeros = None if zeros is None or not zeros.any() else _panels(zeros)
-    return QuantizedWeight(panels, _panels(scales), packed_zeros, number, group, len(pairs), in_features)
+    packed_zeros = None if zeros is None or not zeros.any() else panels_of_groups(zeros)
+    return QuantizedWeight(panels, panels_of_groups(scales), packed_zeros, number, group, len(pairs), in_features)
 
 
 def dequantized(weight: QuantizedWeight) -> torch.Tensor:
@@ -162,8 +162,8 @@ def quantized_linear(x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tenso
     return (out if bias is None else out + bias.float()).to(x.dtype)
 
 
-def _panels(of_groups: torch.Tensor) -> torch.Tensor:
-    """[out, groups] → [⌈out / 16⌉, groups, 16]."""
+def panels_of_groups(of_groups: torch.Tensor) -> torch.Tensor:
+    """What outputs have for each group, [out, groups] → [⌈out / 16⌉, groups, 16]."""
     return F.pad(of_groups, (0, 0, 0, -len(of_groups) % LANES)).unflatten(0, (-1, LANES)).transpose(1, 2).contiguous()
 
 

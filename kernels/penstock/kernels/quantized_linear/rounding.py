@@ -42,24 +42,31 @@ def rounded_inputs(
     Returns:
         [n, in] in x's dtype.
     """
-    wide = x.float()
-    if rule.group is not None:
-        missing = -x.shape[1] % rule.group
-        wide = torch.nn.functional.pad(wide, (0, missing)).unflatten(1, (-1, rule.group))
+    numbers, scales = input_numbers(x, rule, scale, zero)
+    return numbers.mul_(scales).flatten(1)[:, : x.shape[1]].to(x.dtype)
+
+
+def input_numbers(
+    x: torch.Tensor, rule: Rounding, scale: torch.Tensor | None = None, zero: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The numbers that inputs are rounded to, less the zero point, [n, groups, inputs of a group] float32, and their scales. The
+    last group is filled up with zeros. Arguments as for `rounded_inputs`."""
+    size = rule.group or max(x.shape[1], 1)
+    wide = torch.nn.functional.pad(x.float(), (0, -x.shape[1] % size)).unflatten(1, (-1, size))
     if rule.dynamic:
         largest = INT8_STEPS if rule.number == "int8" else FLOAT8_MAX
         scale = (wide.abs().amax(-1, keepdim=True) / largest).clamp_(min=SMALLEST)
         scale = _next_power(scale) if rule.power_of_two else scale
-    assert scale is not None, "there is a scale where none is dynamic"
+    else:
+        assert scale is not None, "there is a scale where none is dynamic"
+        scale = scale.view(-1, 1, 1)
     steps = wide / scale
     if rule.number == "float8":
-        rounded = steps.clamp_(-FLOAT8_MAX, FLOAT8_MAX).to(torch.float8_e4m3fn).float()
-    elif zero is None:
-        rounded = steps.round_().clamp_(-128, 127)
-    else:
-        rounded = steps.add_(zero).round_().clamp_(-128, 127).sub_(zero)
-    result = rounded.mul_(scale)
-    return (result if rule.group is None else result.flatten(1)[:, : x.shape[1]]).to(x.dtype)
+        return steps.clamp_(-FLOAT8_MAX, FLOAT8_MAX).to(torch.float8_e4m3fn).float(), scale
+    if zero is None:
+        return steps.round_().clamp_(-128, 127), scale
+    zero = zero.view(-1, 1, 1)
+    return steps.add_(zero).round_().clamp_(-128, 127).sub_(zero), scale
 
 
 def _next_power(scale: torch.Tensor) -> torch.Tensor:
