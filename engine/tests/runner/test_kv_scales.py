@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from test_core_with_runner import SCHEDULER, Engine, requests
-from test_tensor_parallel import ALL_LOGPROBS, alone, prompt, rank_runner
+from test_tensor_parallel import ALL_LOGPROBS, alone, on_ranks, prompt, rank_runner  # noqa: F401  a fixture
 from torch.nn.functional import scaled_dot_product_attention
 
 from penstock.engine.attention.context import ForwardContext, GroupInputs
@@ -101,7 +101,13 @@ def test_a_large_head_is_stored_as_finely_as_the_others_where_each_has_a_scale(f
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_ranks_that_divide_or_replicate_the_heads_use_their_own_scales(world, checkpoint, driver, on_ranks, tmp_path):
+def test_ranks_that_divide_or_replicate_the_heads_use_their_own_scales(
+    world,
+    checkpoint,
+    driver,
+    on_ranks,  # noqa: F811
+    tmp_path,
+):
     def answer(folder):
         def life(group):
             return alone(driver(rank_runner(folder, group, "bfloat16", kv_dtype="fp8_e4m3")), prompt(1, 40), ALL_LOGPROBS, 33)
