@@ -313,12 +313,27 @@ def test_what_stages_do_is_accepted_at_apply(make: Any, changes: Any) -> None:
     assert unsupported(model.spec) == []
 
 
-def test_stages_that_hand_pages_over_are_refused_at_apply(make: Any) -> None:
-    pools = [{"name": role, "role": role.title(), "parallelism": {"pipeline": 2}} for role in ("prefill", "decode")]
-    connector = {"type": "transfer", "memory": "1Gi", "secretRef": {"name": "s"}}
-    found = unsupported(make.model(pools=pools, engine={"connector": connector}).spec)
-    refused = "parallelism.pipeline (only 1 works with engine.connector of type transfer)"
-    assert [it for it in found if "pipeline" in it] == [f"spec.pools[{it['name']}].{refused}" for it in pools]
+def test_stages_hand_pages_over_to_as_many_stages(make: Any) -> None:
+    """Each of the ranks on a port of its own, which the model's own pods reach."""
+
+    def pair(stages: int) -> Any:
+        sizes = {"prefill": {"tensor": 2, "pipeline": 2}, "decode": {"tensor": 2, "pipeline": stages}}
+        pools = [{"name": role, "role": role.title(), "parallelism": size} for role, size in sizes.items()]
+        return make.model(pools=pools, engine={"connector": TRANSFER})
+
+    assert unsupported(pair(2).spec) == []
+    objects = children(pair(2), RENDERING, extra={})
+    for deployment in (it for it in objects if it["kind"] == "Deployment"):
+        (engine,) = deployment["spec"]["template"]["spec"]["containers"]
+        assert [it for it in engine["args"] if "parallel" in it] == ["--tensor-parallel-size=2", "--pipeline-parallel-size=2"]
+        assert any(it.startswith("--kv-transfer-config=") for it in engine["args"])
+    for policy in (it for it in objects if it["kind"] == "NetworkPolicy"):
+        own = policy["spec"]["ingress"][-1]
+        assert {"podSelector": {"matchLabels": {"penstock.dev/model": "tiny"}}} in own["from"]
+        ranges = [range(it["port"], it["endPort"] + 1) for it in own["ports"] if it["protocol"] == "TCP"]
+        assert all(any(port in ports for ports in ranges) for port in range(14579, 14583))
+    refused = "parallelism.pipeline (no pool of the other role has the same, as pairs need)"
+    assert unsupported(pair(1).spec) == [f"spec.pools[{name}].{refused}" for name in ("prefill", "decode")]
 
 
 @pytest.mark.parametrize("drafts", [{"method": "ngram"}, {"method": "mtp"}, {"method": "eagle3", "model": "hf://org/head"}])

@@ -378,7 +378,8 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError("--kv-transfer-config: an engine that embeds lends no pages")
         if not self.kv_offload_memory_bytes:
             raise ConfigError("--kv-transfer-config: pages travel through host memory; it needs --kv-offload-memory-bytes")
-        return transfer_config(self.kv_transfer_config, self.kv_transfer_secret_file)
+        ranks = self.tensor_parallel_size * self.pipeline_parallel_size
+        return transfer_config(self.kv_transfer_config, self.kv_transfer_secret_file, ranks)
 
     def _check_cache_dtype(self, model: ModelConfig, device: Literal["cpu", "cuda"]) -> None:
         """Refuses a KV cache that no kernel reads."""
@@ -434,9 +435,7 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError("--async-scheduling: cores that divide experts make one step after the other, all of them together")
 
     def _check_pipeline(self, stages: int) -> None:
-        """Refuses what the stages of a pipeline cannot do so far."""
-        if self.kv_transfer_config is not None:
-            raise ConfigError(f"--kv-transfer-config does not go with --pipeline-parallel-size {stages} so far")
+        """Refuses what the stages of a pipeline cannot do."""
         if self.async_scheduling is False:
             raise ConfigError(f"--no-async-scheduling: --pipeline-parallel-size {stages} keeps a plan in flight for each stage")
 

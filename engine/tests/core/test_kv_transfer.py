@@ -392,6 +392,9 @@ def test_a_configuration_that_means_nothing_here_is_refused_by_name(tmp_path, ke
     assert words in str(error.value) and "--kv-transfer-config" in str(error.value)
     assert "`" not in str(error.value), "words of the library"
     first, again = transfer_config(good, str(secret)), transfer_config(good, str(secret))
+    assert transfer_config(good | {"kv_port": 65533}, str(secret), 3).port == 65533
+    with pytest.raises(ConfigError, match="kv_port 65533: 4 ranks lend on ports up to 65536, and the last port is 65535"):
+        transfer_config(good | {"kv_port": 65533}, str(secret), 4)
     assert first.engine_id != again.engine_id and first.lends and first.reads
 
 

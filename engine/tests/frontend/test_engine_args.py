@@ -225,10 +225,6 @@ def test_ranks_among_which_the_model_cannot_be_divided_are_refused(ranks, proble
     ("fields", "problem"),
     [
         ({"pipeline_parallel_size": 999}, r"--pipeline-parallel-size 999: num_hidden_layers \d+ cannot be divided"),
-        (
-            {"kv_transfer_config": {"kv_role": "kv_both"}},
-            "--kv-transfer-config does not go with --pipeline-parallel-size 2 so far",
-        ),
         ({"async_scheduling": False}, "--no-async-scheduling: --pipeline-parallel-size 2 keeps a plan in flight for each stage"),
     ],
 )

@@ -114,7 +114,9 @@ def test_a_pair_answers_as_one_replica_and_the_decode_replica_computes_nothing_t
     # As llm-d's sidecar does it.
     params = lend(prefill, prompt=PROMPT)
     remote = {f"remote_{name}" for name in ("engine_id", "block_ids", "request_id", "host", "port")}
-    assert remote | {"do_remote_prefill", "do_remote_decode", "tp_size"} <= set(params) and not params["do_remote_decode"]
+    assert (
+        remote | {"do_remote_prefill", "do_remote_decode", "tp_size", "pp_size"} <= set(params) and not params["do_remote_decode"]
+    )
     assert params["do_remote_prefill"] and params["remote_num_tokens"] == sent(expected["usage"]["prompt_tokens"]) > 0
     answer = ask(decode, prompt=PROMPT, kv_transfer_params=params)
     assert answer["choices"][0]["text"] == expected["choices"][0]["text"]
@@ -258,12 +260,21 @@ def test_a_replica_that_does_not_know_the_secret_gets_and_gives_nothing(start, t
     assert metric(decode, "penstock_kv_transfer_pulls") == 0
 
 
-def test_ranks_read_from_the_same_ranks(start):
-    prefill, decode = start("kv_producer", "-tp", "2"), start("kv_consumer", "-tp", "2", transports=["tcp"])
+@pytest.mark.parametrize(
+    ("ranks", "told"),
+    [
+        (["-tp", "2"], "tp_size is 2, and here it is 1"),
+        (["-pp", "2"], "pp_size is 2, and here it is 1"),
+        (["-pp", "2", "-tp", "2"], "tp_size is 2, and here it is 1"),
+    ],
+    ids=["tensor", "pipeline", "both"],
+)
+def test_ranks_read_from_the_same_ranks(start, ranks, told):
+    prefill, decode = start("kv_producer", *ranks), start("kv_consumer", *ranks, transports=["tcp"])
     expected = ask(prefill, prompt=PROMPT)["choices"][0]["text"]
     answer = ask(decode, prompt=PROMPT, headers=prefiller(prefill))
     assert answer["choices"][0]["text"] == expected
     assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == sent(answer["usage"]["prompt_tokens"])
     wait_for(lambda: is_free(prefill) and is_free(decode), 5)
     one = start("kv_consumer")
-    assert "tp_size is 2, and here it is 1" in refused(one, prompt=PROMPT, kv_transfer_params=lend(prefill))[1]["message"]
+    assert told in refused(one, prompt=PROMPT, kv_transfer_params=lend(prefill))[1]["message"]

@@ -5,12 +5,15 @@ import time
 import msgspec
 import numpy as np
 import pytest
+from stages_here import NUM_BLOCKS, Stages
 from test_core_with_runner import SCHEDULER, requests
 
-from penstock.engine.config import SpeculativeConfig, TransferConfig
+from penstock.engine.config import ParallelConfig, SpeculativeConfig, TransferConfig
 from penstock.engine.connectors.transfer import reader as reader_module
 from penstock.engine.core.ipc.process import build_core, build_executor
+from penstock.engine.core.memory import offload_size
 from penstock.engine.messages import AbortRequests, FinishReason, RemotePrefix
+from penstock.engine.models.layers.shard import Stage
 from penstock.engine.sampling import SamplingParams
 from testing.ports import free_ports
 
@@ -28,7 +31,7 @@ class Side:
         self.transfer = TransferConfig(
             role=role, engine_id=f"{role}-{port}", secret=secret, port=port, lease_s=lease_s, transports=transports
         )
-        executor, blocks = build_executor(msgspec.structs.replace(config, transfer=self.transfer))
+        executor, blocks = built(msgspec.structs.replace(config, transfer=self.transfer))
         self.core = build_core(msgspec.structs.replace(config, transfer=self.transfer), executor, blocks, 1)
         self.tokens, self.finished, self.computed = {}, {}, 0
         submit = executor.submit
@@ -87,6 +90,23 @@ class Side:
             time.sleep(0.005)
 
 
+def in_stages(config, stages):
+    scheduler = msgspec.structs.replace(config.scheduler, pipeline_stages=stages)
+    parallel = ParallelConfig(pipeline_parallel_size=stages)
+    return msgspec.structs.replace(config, parallel=parallel, scheduler=scheduler, depth=stages)
+
+
+def built(config):
+    """What runs the plans: stages are in this process, where tests can reach them."""
+    if config.parallel.pipeline_parallel_size == 1:
+        return build_executor(config)
+    stages = Stages(config)
+    largest = max(stages.call("kv_layout"), key=lambda layout: layout.page_bytes)
+    stages.call("initialize_offload", offload_size(config, largest).pages)
+    stages.call("warm_up")
+    return stages, NUM_BLOCKS
+
+
 @pytest.fixture
 def pair(checkpoint, build_runner, tmp_path):
     """Makes both sides, and one that is alone."""
@@ -94,13 +114,15 @@ def pair(checkpoint, build_runner, tmp_path):
     secret.write_text("a secret of many bytes")
     sides = []
 
-    def make(family="llama", transports=("tcp",), lease_s=30.0, **how):
+    def make(family="llama", transports=("tcp",), lease_s=30.0, stages=(1, 1, 1), **how):
         runner = build_runner(checkpoint(family), **{"scheduler": SCHEDULER, **how})
         config, page = runner.config, runner.kv_layout().page_bytes
         cache = msgspec.structs.replace(config.cache, num_blocks=120, offload_bytes=400 * page)
         config = msgspec.structs.replace(config, cache=cache)
         roles = ("kv_producer", "kv_consumer", "kv_both")
-        sides.extend(Side(config, role, secret, transports, lease_s) for role in roles)
+        for role, count in zip(roles, stages, strict=True):
+            of_side = config if count == 1 else in_stages(config, count)
+            sides.append(Side(of_side, role, secret, transports, lease_s))
         return sides[-3:]
 
     yield make
@@ -321,3 +343,87 @@ def test_a_restarted_replica_under_the_same_address_is_another_one(pair):
     decode.run(request.index)
     assert decode.told().transfer.failed_pages > 0 and decode.told().transfer.pulled_bytes == 0
     decode.settle()
+
+
+@pytest.mark.req("PD-04", "PD-15", "DX-09")
+@pytest.mark.parametrize(("family", "stages", "transport"), [("llama", 2, "shm"), ("qwen3-windows", 3, "tcp")])
+def test_each_stage_reads_the_pages_of_its_own_layers(pair, family, stages, transport):
+    prefill, decode, alone = pair(family, (transport,), stages=(stages, stages, 1))
+    for request in several(3):
+        alone.add(request)
+        alone.run(request.index)
+        remote = prefill.lend(request)
+        decode.computed = 0
+        decode.add(msgspec.structs.replace(request, remote=remote))
+        decode.run(request.index)
+        assert decode.tokens[request.index] == alone.tokens[request.index]
+        rest = len(request.prompt_token_ids) - remote.num_tokens
+        assert decode.computed == rest + len(decode.tokens[request.index]) - 1, "a token that was sent has been computed"
+    assert decode.told().transfer.pulls == 3 and decode.told().transfer.failed_pages == 0
+    ports = [runner._agent._lender.port for runner in prefill.core._executor.runners]
+    assert ports == [prefill.transfer.port + rank for rank in range(stages)]
+    prefill.settle()
+    decode.settle()
+    assert prefill.told().transfer.expired_leases == 0, "all ranks have released"
+
+
+@pytest.mark.req("PD-20", "PD-21", "PD-23")
+@pytest.mark.parametrize("fault", ["gone", "revoked", "poisoned", "lacking"])
+def test_a_page_that_one_stage_lacks_is_computed_by_all(pair, monkeypatch, fault):
+    prefill, decode, alone = pair(stages=(2, 2, 1), lease_s=1.0 if fault in ("gone", "revoked") else 30.0)
+    [request] = several(1)
+    alone.add(request)
+    alone.run(request.index)
+    remote = prefill.lend(request)
+    lender = prefill.core._executor.runners[1]._agent._lender
+    block, come = prefill.core.scheduler.kv.block_size, 0
+    match fault:
+        case "gone":
+            lender.close()
+        case "revoked":
+            lender.revoke(remote.lease)
+        case "poisoned":
+            [outlet] = lender._outlets.values()
+            send = outlet.send
+
+            def poisoned(stream, slots):
+                lender._slots[slots] ^= 1
+                send(stream, slots)
+
+            monkeypatch.setattr(outlet, "send", poisoned)
+        case _:  # the last page
+            lender._leases[remote.lease].popitem()
+            come = remote.num_tokens // block - 1
+    decode.computed = 0
+    decode.add(msgspec.structs.replace(request, remote=remote))
+    decode.run(request.index)
+    assert decode.tokens[request.index] == alone.tokens[request.index]
+    rest = len(request.prompt_token_ids) - come * block
+    assert decode.computed == rest + len(decode.tokens[request.index]) - 1, "pages that one stage has are of no use"
+    assert decode.told().transfer.failed_pages == remote.num_tokens // block - come
+    decode.settle()
+    prefill.settle()
+
+
+@pytest.mark.parametrize("other", ["stages", "layers"])
+def test_replicas_with_other_stages_read_nothing_of_each_other(pair, monkeypatch, other):
+    """Another number of stages, or other layers in as many."""
+    if other == "layers":
+        divided = Stage.layers
+        monkeypatch.setattr(Stage, "layers", lambda stage, sizes: divided(stage, [sum(sizes), *sizes[1:]]))
+    prefill, _, alone = pair("qwen3-windows", stages=(2, 1, 1), lease_s=1.0)
+    monkeypatch.undo()
+    decode = alone if other == "stages" else pair("qwen3-windows", stages=(1, 2, 1))[1]
+    [request] = several(1)
+    remote = prefill.lend(request)
+    decode.add(msgspec.structs.replace(request, remote=remote))
+    decode.run(request.index)
+    ended = decode.finished[request.index]
+    assert ended.reason is FinishReason.ERROR and "remote_fingerprint" in ended.error and "ranks" in ended.error
+    decode.add(msgspec.structs.replace(request, index=77, remote=msgspec.structs.replace(remote, optional=True)))
+    decode.run(77)
+    alone.add(msgspec.structs.replace(request, index=78))
+    alone.run(78)
+    assert decode.tokens[77] == alone.tokens[78] and decode.told().transfer.pulls == 0
+    decode.settle()
+    prefill.settle()

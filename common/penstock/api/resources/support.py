@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Final
 
 from penstock.api.resources.model import InferenceModelSpec
-from penstock.api.resources.pools import Pool
+from penstock.api.resources.pools import Parallelism, Pool
 
 DRAFTS: Final = ("ngram", "suffix", "draft_model", "eagle", "eagle3", "mtp", "auto")
 """Methods of speculative decoding that engines have."""
@@ -87,10 +87,18 @@ def _rest(spec: InferenceModelSpec) -> Iterator[str]:
 def _pairs(spec: InferenceModelSpec) -> Iterator[str]:
     """Pools of one role whose replicas could exchange KV pages with none of the other."""
     for role, other in (("Prefill", "Decode"), ("Decode", "Prefill")):
-        ranks = {pool.parallelism.tensor for pool in spec.pools if pool.role == other}
+        others = [pool.parallelism for pool in spec.pools if pool.role == other]
         for pool in spec.pools:
-            if pool.role == role and ranks and pool.parallelism.tensor not in ranks:
-                yield f"spec.pools[{pool.name}].parallelism.tensor (no pool of the other role has the same, as pairs need)"
+            ranks = pool.parallelism
+            if pool.role != role or not others or any(_alike(ranks, it) for it in others):
+                continue
+            name = "pipeline" if ranks.tensor in [it.tensor for it in others] else "tensor"
+            yield f"spec.pools[{pool.name}].parallelism.{name} (no pool of the other role has the same, as pairs need)"
+
+
+def _alike(one: Parallelism, other: Parallelism) -> bool:
+    """Whether each rank of one replica finds a rank of the other with the same part of the model."""
+    return (one.tensor, one.pipeline) == (other.tensor, other.pipeline)
 
 
 def _pool(pool: Pool, *, transfers: bool) -> Iterator[str]:
@@ -102,8 +110,6 @@ def _pool(pool: Pool, *, transfers: bool) -> Iterator[str]:
             yield f"{path}.parallelism.{name} (only 1 works with devices; more work on CPUs)"
     if ranks.nodes != 1 and transfers:
         yield f"{path}.parallelism.nodes (only 1 works with engine.connector of type transfer)"
-    if ranks.pipeline != 1 and transfers and not pool.has_devices:
-        yield f"{path}.parallelism.pipeline (only 1 works with engine.connector of type transfer)"
     if ranks.data != 1 and transfers and not pool.has_devices:
         yield f"{path}.parallelism.data (only 1 works with engine.connector of type transfer)"
     if ranks.expert.enabled and pool.has_devices:

@@ -535,7 +535,8 @@ class RunnerBase(Turns[Runtime, Step, Sampled]):
         assert self.config.transfer is not None and self._host_pages is not None, "there is nothing to transfer"
         name = self._namespace().name
         if self._agent is None:
-            self._agent = Agent(self.config.transfer, name, self._host_pages, self._shard.rank)
+            rank = 0 if self._group is None else self._group.number
+            self._agent = Agent(self.config.transfer, name, self._host_pages, rank)
         else:
             self._agent.rename(name)
         return name

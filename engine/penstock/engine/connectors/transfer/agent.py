@@ -21,7 +21,7 @@ class Agent:
         config: The replica's.
         fingerprint: What decides about the bytes of this rank's pages.
         pages: The host's memory; shared where the replica lends.
-        rank: This process.
+        rank: This process, among those of all pipeline stages.
 
     Raises:
         ConfigError: The secret cannot be read, the port is taken, or a transport is not there.

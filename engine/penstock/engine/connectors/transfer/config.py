@@ -22,6 +22,7 @@ _HERE = {
     "LMCacheMPConnector": "--kv-offload-store lmcache://HOST:PORT",
 }
 """What does here what connectors of vLLM do there."""
+_LAST_PORT = 65535
 _Seconds = Annotated[float, Meta(gt=0)]
 
 
@@ -38,16 +39,17 @@ class _Keys(msgspec.Struct, frozen=True):
     kv_role: TransferRole
     engine_id: str = "penstock"
     kv_ip: str = "127.0.0.1"
-    kv_port: Annotated[int, Meta(ge=1, le=65535)] = 14579
+    kv_port: Annotated[int, Meta(ge=1, le=_LAST_PORT)] = 14579
     kv_connector_extra_config: dict[str, Any] = {}
 
 
-def transfer_config(keys: dict[str, Any], secret: str | None) -> TransferConfig:
+def transfer_config(keys: dict[str, Any], secret: str | None, ranks: int = 1) -> TransferConfig:
     """Return what the keys say; `ConfigError` names the one that is wrong.
 
     Args:
         keys: vLLM's.
         secret: `--kv-transfer-secret-file`.
+        ranks: Of the model, each of which lends on a port of its own.
     """
     given = _read(keys, _Keys, "--kv-transfer-config")
     if given.kv_connector != CONNECTOR:
@@ -59,6 +61,11 @@ def transfer_config(keys: dict[str, Any], secret: str | None) -> TransferConfig:
     if len(set(extra.transports)) < len(extra.transports):
         raise ConfigError(
             f"--kv-transfer-config: kv_connector_extra_config: transports names one twice: {list(extra.transports)}"
+        )
+    if given.kv_role != "kv_consumer" and (last := given.kv_port + ranks - 1) > _LAST_PORT:
+        raise ConfigError(
+            f"--kv-transfer-config: kv_port {given.kv_port}: {ranks} ranks lend on ports up to {last}, and the last port is "
+            f"{_LAST_PORT}"
         )
     if "nixl" in extra.transports:
         nixl.check_installed()

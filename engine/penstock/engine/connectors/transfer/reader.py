@@ -52,7 +52,7 @@ class Reader:
         fingerprint: What decides about the bytes of this rank's pages.
         slots: [slots, bytes of a page] of the host's memory.
         inlets: What pages can come by, the best first.
-        rank: Of this process: it reads from the same rank of the lender.
+        rank: Of this process, among those of all pipeline stages: it reads from the same rank of the lender.
     """
 
     def __init__(

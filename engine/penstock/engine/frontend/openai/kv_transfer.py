@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import msgspec
 
-from penstock.engine.config import TransferConfig
+from penstock.engine.config import ParallelConfig, TransferConfig
 from penstock.engine.connectors.transfer.secret_file import read_secret
 from penstock.engine.frontend.errors import ApiError
 from penstock.engine.messages import TRANSFER_REFUSED, Lent, RemotePrefix
@@ -31,6 +31,7 @@ class _Remote(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     remote_num_tokens: int
     remote_fingerprint: str
     tp_size: int
+    pp_size: int
     signature: str = ""
 
 
@@ -39,12 +40,12 @@ class KVTransfer:
 
     Args:
         config: The replica's.
-        ranks: Of its model.
+        parallel: The ranks of its model.
     """
 
-    def __init__(self, config: TransferConfig, ranks: int) -> None:
+    def __init__(self, config: TransferConfig, parallel: ParallelConfig) -> None:
         self.config = config
-        self._ranks = ranks
+        self._parallel = parallel
         self._secret = read_secret(config.secret)
 
     def read(self, params: dict[str, Any], *, optional: bool = False) -> RemotePrefix | None:
@@ -68,8 +69,12 @@ class KVTransfer:
             raise _refused(f"do_remote_prefill: this engine reads no pages, it is a {self.config.role}")
         if not hmac.compare_digest(remote.signature.encode(), self._signature(remote).encode()):
             raise _refused("signature is not that of a replica with the same secret (--kv-transfer-secret-file)")
-        if remote.tp_size != self._ranks:
-            raise _refused(f"tp_size is {remote.tp_size}, and here it is {self._ranks}: both must be equal")
+        for name, theirs, ours in (
+            ("tp_size", remote.tp_size, self._parallel.tensor_parallel_size),
+            ("pp_size", remote.pp_size, self._parallel.pipeline_parallel_size),
+        ):
+            if theirs != ours:
+                raise _refused(f"{name} is {theirs}, and here it is {ours}: both must be equal")
         return RemotePrefix(
             lease=remote.remote_request_id,
             engine_id=remote.remote_engine_id,
@@ -93,7 +98,8 @@ class KVTransfer:
             remote_port=self.config.port,
             remote_num_tokens=lent.num_tokens,
             remote_fingerprint=lent.fingerprint,
-            tp_size=self._ranks,
+            tp_size=self._parallel.tensor_parallel_size,
+            pp_size=self._parallel.pipeline_parallel_size,
         )
         return msgspec.to_builtins(msgspec.structs.replace(remote, signature=self._signature(remote)))
 
