@@ -2,21 +2,27 @@
 
     make bench-kv
     make bench-kv ARGS=--quick
-    make bench-kv ARGS="--only transports"
+    make bench-kv ARGS="--only decodes"
 
 A prompt is sent, other prompts push it out of the KV cache (and for the disk out of the host's memory too), and the prompt is
 sent again with another last token. The table has the milliseconds to the first token of that second turn: computed by an engine
 without tiers, loaded always, and by the engine's own choice (`--kv-offload-loads cost`). The gate: the choice takes at most a
-tenth more than the better of the two, or half a millisecond. All engines run in one process, a length at a time in turn, on one
-thread.
+tenth more than the better of the two, or half a millisecond. "Quick disk" is a file system in memory, whose loads pay from some
+length on: the length at which both take the same time is compared with the one that the engine's own costs say, and the gate is
+20 %. All engines run in one process, a length at a time in turn, on one thread.
 
-A second table has the bytes a second of each transport between two replicas of one machine (`kv_transports`).
+A second table has what 100 MB of pages on their way do to three requests that decode: the mean time of a step meanwhile, beside
+steps before (loads), or beside the same steps of an engine without a tier (stores). The gate is 1.05.
+
+A third table has the bytes a second of each transport between two replicas of one machine (`kv_transports`).
 """
 
 import argparse
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -28,30 +34,39 @@ from rich.console import Console
 from rich.table import Table
 
 from penstock.engine.args import EngineArgs
+from penstock.engine.connectors.load_costs import LoadCosts
 from penstock.engine.core.ipc.process import build_core, build_executor
-from penstock.engine.messages import AddRequest
+from penstock.engine.messages import AbortRequests, AddRequest
 from penstock.engine.sampling import SamplingParams
 from penstock.engine.stats import OffloadStats
 
-LENGTHS = (16, 64, 256, 1024, 2048)
+LENGTHS = (16, 32, 64, 128, 256, 1024, 2048)
+TIERS = ("memory", "disk", "quick disk")
 LONGEST, BLOCK = max(LENGTHS), 16
 ROOM = LONGEST + LONGEST // 4
-"""Tokens in the KV cache, and in the host's memory where the disk is measured."""
-TOKEN_BYTES = 2 * 6 * 64 * 2 * 6
+"""Tokens in the KV cache where nobody decodes, and in the host's memory where the disk is measured."""
+HEADS, WIDE, LAYERS = 6, 32, 6
+"""Attention heads of the model, and of one whose pages of `LONGEST` tokens have 100 MB."""
+DECODERS, DECODED = 3, 100
 ROUNDS, QUICK_ROUNDS = 5, 1
 PULLS, QUICK_PULLS = 50, 5
-GATE, SLACK_S = 1.1, 5e-4
+GATE, SLACK_S, EVEN_GATE, DECODE_GATE = 1.1, 5e-4, 0.2, 1.05
 DISK_BYTES = 2**32
 PATIENCE_S = 60.0
 
 
-def save_model(folder: Path) -> None:
-    """A random Llama of 12 M parameters in bf16."""
+def save_model(folder: Path, heads: int = HEADS) -> None:
+    """A random Llama in bf16, of 12 M parameters with six heads."""
     torch.manual_seed(0)
-    shape = {"hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 6, "num_attention_heads": 6, "head_dim": 64}
+    shape = {"hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": LAYERS, "head_dim": 64}
     positions = {"vocab_size": 8000, "max_position_embeddings": 2 * LONGEST, "eos_token_id": None}
-    config = transformers.LlamaConfig(num_key_value_heads=6, **shape, **positions)
+    config = transformers.LlamaConfig(num_attention_heads=heads, num_key_value_heads=heads, **shape, **positions)
     transformers.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+
+
+def token_bytes(heads: int) -> int:
+    """Of the KV cache."""
+    return 2 * heads * 64 * 2 * LAYERS
 
 
 class Engine:
@@ -60,29 +75,54 @@ class Engine:
     Args:
         model: The checkpoint.
         host_tokens: Tokens whose pages fit into the host's memory.
+        heads: Of the checkpoint.
+        room: Tokens in the KV cache.
         settings: More arguments of the engine.
     """
 
-    def __init__(self, model: Path, host_tokens: int, **settings: Any) -> None:
-        blocks = ROOM // BLOCK
+    def __init__(self, model: Path, host_tokens: int, heads: int = HEADS, room: int = ROOM, **settings: Any) -> None:
         args: dict[str, Any] = {
             "model": str(model),
             "device": "cpu",
-            "num_gpu_blocks_override": blocks,
+            "num_gpu_blocks_override": room // BLOCK,
             "max_num_batched_tokens": 1024,
         }
         args["max_model_len"] = LONGEST + BLOCK
-        config = EngineArgs(**args, kv_offload_memory_bytes=host_tokens * TOKEN_BYTES, max_num_seqs=4, **settings).config()
+        settings |= {"kv_offload_memory_bytes": host_tokens * token_bytes(heads), "max_num_seqs": DECODERS + 1}
+        config = EngineArgs(**args, **settings).config()
         executor, found = build_executor(config)
         self._core = build_core(config, executor, found, epoch=1)
-        self._added = 0
+        self._added, self._ended = 0, set[int]()
+
+    def add(self, tokens: list[int], max_tokens: int = 1) -> int:
+        """Adds a request and returns its number."""
+        self._added += 1
+        self._core.handle(AddRequest(self._added, "", tokens, SamplingParams(max_tokens=max_tokens), time.time()))
+        return self._added
+
+    def steps(self, until: Callable[[], bool]) -> list[float]:
+        """The seconds of each step until something is so."""
+        seconds, before = list[float](), time.perf_counter()
+        while not until():
+            frame = self._core.step()
+            self._ended |= {it.index for it in frame.finished} if frame is not None else set()
+            now = time.perf_counter()
+            seconds.append(now - before)
+            before = now
+        return seconds
+
+    def ended(self, request: int) -> bool:
+        """Whether a request has ended in one of the `steps`."""
+        return request in self._ended
+
+    def stop(self, *requests: int) -> None:
+        """Aborts them."""
+        self._core.handle(AbortRequests(list(requests)))
 
     def ttft(self, tokens: list[int]) -> float:
         """Seconds to the first token."""
-        self._added += 1
-        request = AddRequest(self._added, "", tokens, SamplingParams(max_tokens=1), time.time())
         began = time.perf_counter()
-        self._core.handle(request)
+        self.add(tokens)
         while (frame := self._core.step()) is None or not frame.finished:
             pass
         if frame.finished[0].error is not None:
@@ -115,28 +155,34 @@ class Engine:
         self.settle()
         return self.ttft([*first, 2])
 
+    @property
+    def prefill_tokens_per_s(self) -> float:
+        """As it reports it."""
+        return self._core.stats().report.prefill_tokens_per_s
+
+    def costs(self) -> LoadCosts:
+        """What it has learned of loads."""
+        assert self._core._offload is not None  # pyright: ignore[reportPrivateUsage]
+        return self._core._offload._costs  # pyright: ignore[reportPrivateUsage]
+
     def close(self) -> None:
         """Ends it."""
         self._core.close()
 
 
 def measure(rounds: int) -> dict[str, Any]:
-    """The figures of all engines."""
-    with tempfile.TemporaryDirectory() as name:
+    """The times of second turns."""
+    with tempfile.TemporaryDirectory() as name, tempfile.TemporaryDirectory(dir="/dev/shm") as quick:
         model = Path(name) / "model"
         save_model(model)
-        roomy, tight = 40 * LONGEST, ROOM
-        disks = {
-            loads: {"kv_offload_directory": f"{name}/{loads}", "kv_offload_disk_bytes": DISK_BYTES}
-            for loads in ("always", "cost")
-        }
-        engines = {
-            "computed": Engine(model, 0),
-            "memory, always": Engine(model, roomy, kv_offload_loads="always"),
-            "memory, by cost": Engine(model, roomy, kv_offload_loads="cost"),
-            "disk, always": Engine(model, tight, kv_offload_loads="always", **disks["always"]),
-            "disk, by cost": Engine(model, tight, kv_offload_loads="cost", **disks["cost"]),
-        }
+        engines = {"computed": Engine(model, 0)}
+        for tier in TIERS:
+            for loads in ("always", "cost"):
+                tokens, disk = 40 * LONGEST, dict[str, Any]()
+                if tier != "memory":
+                    folder = f"{name if tier == 'disk' else quick}/{loads}"
+                    tokens, disk = ROOM, {"kv_offload_directory": folder, "kv_offload_disk_bytes": DISK_BYTES}
+                engines[f"{tier}, {loads}"] = Engine(model, tokens, kv_offload_loads=loads, **disk)
         times: dict[str, dict[int, list[float]]] = {name: {length: [] for length in LENGTHS} for name in engines}
         with Console(stderr=True).status("measuring") as status:
             for seed in range(rounds + 1):  # the first round warms caches, and teaches the costs
@@ -145,18 +191,20 @@ def measure(rounds: int) -> dict[str, Any]:
                     for name, engine in engines.items():
                         seconds = engine.second_turn(length, seed * LONGEST + length)
                         times[name][length] += [seconds] if seed else []
-        rates = {tier: _bytes_per_s(engines[f"{tier}, always"], tier) for tier in ("memory", "disk")}
+        rates = {tier: _bytes_per_s(engines[f"{tier}, always"], tier) for tier in TIERS}
+        foretold = {tier: _foretold(engines[f"{tier}, cost"], tier) for tier in TIERS}
         for engine in engines.values():
             engine.close()
     milliseconds = {name: {n: round(1e3 * statistics.median(of), 2) for n, of in by.items()} for name, by in times.items()}
     missed = [
         f"{tier}, {n} tokens"
-        for tier in ("memory", "disk")
+        for tier in TIERS
         for n in LENGTHS
-        if milliseconds[f"{tier}, by cost"][n]
+        if milliseconds[f"{tier}, cost"][n]
         > GATE * min(milliseconds["computed"][n], milliseconds[f"{tier}, always"][n]) + 1e3 * SLACK_S
     ]
-    return {"rounds": rounds, "ttft_ms": milliseconds, "load_bytes_per_s": rates, "missed": missed}
+    even = {tier: {"measured": _even(milliseconds, tier), "foretold": foretold[tier]} for tier in TIERS}
+    return {"rounds": rounds, "ttft_ms": milliseconds, "load_bytes_per_s": rates, "even_tokens": even, "missed": missed}
 
 
 def _bytes_per_s(engine: Engine, tier: str) -> float:
@@ -165,6 +213,70 @@ def _bytes_per_s(engine: Engine, tier: str) -> float:
     found = tiers.memory if tier == "memory" else tiers.lower["disk"]
     assert found is not None
     return round(found.loaded_bytes / found.load_s)
+
+
+def _even(milliseconds: dict[str, dict[int, float]], tier: str) -> float | None:
+    """Tokens from which on loading is quicker, between the lengths measured; None: it is so from the first on, or never."""
+    gains = [milliseconds["computed"][n] - milliseconds[f"{tier}, always"][n] for n in LENGTHS]
+    for (n, before), (m, after) in pairwise(zip(LENGTHS, gains, strict=True)):
+        if before < 0 <= after:
+            return round(n + (m - n) * before / (before - after), 1)
+    return None
+
+
+def _foretold(engine: Engine, tier: str) -> float | None:
+    """The same by the engine's own costs: where a load takes as long as to compute its tokens."""
+    costs, now, speed = engine.costs(), time.time(), engine.prefill_tokens_per_s
+    lines = [costs.memory.line(now)] + ([] if tier == "memory" else [costs.lower["disk"].line(now)])
+    known = [line for line in lines if line is not None]
+    gain = 1 / speed - sum(each for _, each in known) / BLOCK
+    return round(sum(fixed for fixed, _ in known) / gain, 1) if len(known) == len(lines) and gain > 0 else None
+
+
+def measure_decodes(rounds: int) -> dict[str, Any]:
+    """What loads and stores do to those who decode: mean seconds of a step meanwhile, over those without."""
+    ratios: dict[str, list[float]] = {"load": [], "store": []}
+    longest: dict[str, list[float]] = {"before": [], "load": []}
+    with tempfile.TemporaryDirectory() as name:
+        model = Path(name) / "model"
+        save_model(model, WIDE)
+        tiered = Engine(model, 8 * LONGEST, WIDE, room=2 * LONGEST, kv_offload_loads="always")
+        plain = Engine(model, 0, WIDE, room=2 * LONGEST)
+        for seed in range(rounds + 1):
+            drawn = torch.Generator().manual_seed(seed)
+            prompt, *others = (torch.randint(0, 8000, (LONGEST - 1,), generator=drawn).tolist() for _ in range(3))
+            store = [_beside_decoders(engine, prompt)["during"] for engine in (tiered, plain)]
+            for other in others:
+                tiered.ttft(other)
+                tiered.settle()
+            load = _beside_decoders(tiered, prompt)
+            if seed:
+                ratios["store"].append(statistics.mean(store[0]) / statistics.mean(store[1]))
+                ratios["load"].append(statistics.mean(load["during"]) / statistics.median(load["before"]))
+                longest["before"].append(max(load["before"]))
+                longest["load"].append(max(load["during"]))
+        moved = token_bytes(WIDE) * (LONGEST - BLOCK)
+        for engine in (tiered, plain):
+            engine.close()
+    return {
+        "bytes": moved,
+        "ratio": {kind: round(statistics.median(of), 3) for kind, of in ratios.items()},
+        "ratios": ratios,
+        "longest_step_ms": {kind: round(1e3 * statistics.median(of), 2) for kind, of in longest.items()},
+        "gate": DECODE_GATE,
+    }
+
+
+def _beside_decoders(engine: Engine, prompt: list[int]) -> dict[str, list[float]]:
+    """Seconds of each step: before a prompt comes, and until its own step, where its pages are loaded or its tokens computed."""
+    decoders = [engine.add([2 + at] * BLOCK, LONGEST // 4) for at in range(DECODERS)]
+    count = iter(range(DECODED))
+    before = engine.steps(lambda: next(count, None) is None)[DECODED // 4 :]
+    last = engine.add(prompt)
+    during = engine.steps(lambda: engine.ended(last))
+    engine.stop(*decoders)
+    engine.settle()
+    return {"before": before, "during": during}
 
 
 def show(results: dict[str, Any]) -> None:
@@ -177,7 +289,20 @@ def show(results: dict[str, Any]) -> None:
     console.print(
         "bytes a second of loads:", ", ".join(f"{tier} {rate:.2e}" for tier, rate in results["load_bytes_per_s"].items())
     )
+    for tier, even in results["even_tokens"].items():
+        console.print(f"{tier}: loads pay from {even['measured']} tokens on; by the engine's costs {even['foretold']}")
     console.print(f"gate missed: {', '.join(results['missed'])}" if results["missed"] else "gate met")
+
+
+def show_decodes(results: dict[str, Any]) -> None:
+    """Prints what moving pages do to others."""
+    title = f"{DECODERS} requests decode while {results['bytes']:,} bytes move"
+    table = Table("what", "mean step, over one without", "gate", title=title)
+    for kind, ratio in results["ratio"].items():
+        table.add_row(kind, f"{ratio:.3f}", str(results["gate"]))
+    Console(width=120).print(table)
+    longest = results["longest_step_ms"]
+    Console(width=120).print(f"longest step: {longest['before']} ms before, {longest['load']} ms during a load")
 
 
 def show_transports(rates: dict[str, Any]) -> None:
@@ -194,14 +319,18 @@ def main() -> None:
     """Measures, prints and writes the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer rounds; nothing is written")
-    parser.add_argument("--only", choices=["tiers", "transports"], help="one of the two tables (both)")
+    parser.add_argument("--only", choices=["tiers", "decodes", "transports"], help="one of the tables (all)")
     torch.set_num_threads(1)
     given = parser.parse_args()
     results: dict[str, Any] = {}
-    if given.only != "transports":
-        results = measure(QUICK_ROUNDS if given.quick else ROUNDS)
+    rounds = QUICK_ROUNDS if given.quick else ROUNDS
+    if given.only in (None, "tiers"):
+        results = measure(rounds)
         show(results)
-    if given.only != "tiers":
+    if given.only in (None, "decodes"):
+        results["decodes"] = measure_decodes(rounds)
+        show_decodes(results["decodes"])
+    if given.only in (None, "transports"):
         results["transports"] = kv_transports.measure(QUICK_PULLS if given.quick else PULLS)
         show_transports(results["transports"])
     if not given.quick:

@@ -26,7 +26,7 @@ from penstock.engine.connectors.sightings import sightings_of
 from penstock.engine.core.control.adapters import AdapterControl
 from penstock.engine.core.control.control_error import ControlError
 from penstock.engine.core.executor import InlineExecutor
-from penstock.engine.core.plan import SampleInputs, StepPlan
+from penstock.engine.core.plan import SampleInputs, StepPlan, Transfers
 from penstock.engine.core.scheduling.lora.adapter import Residency
 from penstock.engine.core.scheduling.lora.adapter_table import AdapterTable
 from penstock.engine.core.scheduling.outputs import RequestOutputs
@@ -293,6 +293,18 @@ class Machine:
             known = plan.num_new_tokens - plan.num_drafts if len(plan.num_drafts) else plan.num_new_tokens
             assert (known <= limits.long_prefill_token_threshold).all()
         assert {admission.row for admission in plan.admissions} <= set(plan.rows.tolist())
+        if plan.transfers is not None:
+            self._check_transfers(plan, plan.transfers)
+
+    def _check_transfers(self, plan: StepPlan, transfers: Transfers) -> None:
+        """Pages are copied while the rows run, so nobody else may write to them, and nobody read what is on its way."""
+        stored, loaded = set(transfers.store_blocks.tolist()), set(transfers.load_blocks.tolist())
+        table = self.scheduler.table
+        for row in plan.rows.tolist():
+            for number, group in enumerate(self.groups):
+                blocks = table.block_tables[number][row, : table.num_blocks[number][row]].tolist()
+                assert not stored & set(blocks[table.num_settled[row] // group.block_size :]), "a block that the row writes to"
+                assert not loaded & set(blocks), "the row reads what is on its way"
 
     def _check_state(self) -> None:
         scheduler, pool = self.scheduler, self.scheduler.kv.pool

@@ -125,14 +125,16 @@ def test_others_run_while_a_request_waits_for_its_pages():
 
 
 def beside_a_decode(depth: int) -> Machine:
-    """A prompt whose seven pages come back two at a time, since a step of those who decode has room for no more."""
+    """A prompt whose seven pages come back two at a time, since half a step of those who decode takes no more."""
     machine = make(depth=depth)
     offload = machine.scheduler._offload
     assert offload is not None
     machine.add(make_request(0, PROMPT, 6))
     machine.run()
     flood(machine, 1)
-    offload._loads = LoadQueue(25_000_000)  # at a gigabyte a second 25 ms a page, of which 5 % of a second hold two
+    offload._loads = LoadQueue(
+        250_000_000
+    )  # at a gigabyte a second a quarter of a second a page, of which half a second holds two
     offload._step_s = lambda prefill_tokens, decodes: 1.0 if decodes else 0.0
     machine.add(make_request(60, [7, 7], 12))
     machine.step()

@@ -61,6 +61,16 @@ LAYOUT = KVLayout(full_attention(4), 1000)
 ROOMY = Memory(10**9, 10**9, 0)
 
 
+def test_the_time_of_a_step_is_foretold_from_its_chunks_and_decodes():
+    meter = LoadMeter()
+    assert meter.step_s(100, 0) == meter.step_s(0, 3) == 0, "unknown"
+    meter.observe(0.0, seconds=0.1, prefill_tokens=100, sampled_tokens=0)
+    assert meter.step_s(50, 0) == pytest.approx(0.05) and meter.step_s(50, 1) == 0
+    meter.observe(0.1, seconds=0.02, prefill_tokens=0, sampled_tokens=8)
+    assert meter.step_s(50, 1) == pytest.approx(0.07) and meter.step_s(0, 8) == pytest.approx(0.02)
+    assert meter.step_s(0, 0) == 0
+
+
 def with_cache(**cache):
     config = make_config(max_model_len=64)
     return type(config)(model=config.model, cache=CacheConfig(block_size=4, **cache), scheduler=config.scheduler)

@@ -33,6 +33,7 @@ configs = st.fixed_dictionaries(
         "depth": st.integers(1, 3),
         "drafts": st.sampled_from([0, 0, 1, 3, 6]),
         "host_pages": st.sampled_from([0, 0, 1, 7, 200]),
+        "paced": st.booleans(),
         # Runs may be longer than a step's budget; an image fits into the cache.
         "images": st.tuples(st.sampled_from([2, LARGEST, 16, 64]), st.sampled_from([LARGEST, 12, 20, 64])),
         "whole_images": st.booleans(),
@@ -83,13 +84,16 @@ def make_machine(config: dict, layout: Sequence[KVGroup]) -> Machine:
     if config["whole_images"]:  # as the engine demands: an image, and a token and drafts of every other request
         most = LARGEST + (config["max_num_seqs"] - 1) * (1 + config["drafts"])
         config |= {"budget": max(config["budget"], most), "threshold": config["threshold"] and LARGEST}
-    spare, host_pages = config.pop("spare"), config.pop("host_pages") * config["caching"]
+    spare, host_pages, paced = config.pop("spare"), config.pop("host_pages") * config["caching"], config.pop("paced")
     num_blocks = 1 + max_blocks(layout, MAX_LEN, make_config(**config).max_in_flight) + spare
-    return Machine(
+    machine = Machine(
         make_config(num_blocks=num_blocks, block_size=BLOCK, max_model_len=MAX_LEN, policy="priority", **config),
         layout,
         host_pages,
     )
+    if paced and machine.scheduler._offload is not None:  # beside rows pages come one in a step
+        machine.scheduler._offload._step_s = lambda prefill_tokens, decodes: 1e-12 * (prefill_tokens + decodes)
+    return machine
 
 
 def place_images(one: dict) -> list[PromptItem]:

@@ -1,5 +1,6 @@
 """Pages in the host's memory with a real model: what comes back has the bits that went there."""
 
+import threading
 import time
 
 import msgspec
@@ -61,29 +62,39 @@ def test_prompts_that_left_the_cache_come_back_with_the_same_tokens(checkpoint, 
 
 
 @pytest.mark.req("KO-14")
-def test_copies_precede_the_rows_of_their_step_and_a_step_that_breaks_holds_nothing(checkpoint, build_runner, monkeypatch):
+def test_copies_run_beside_the_rows_of_their_step_which_waits_for_them_even_if_it_breaks(checkpoint, build_runner, monkeypatch):
     runner = build_runner(checkpoint("llama"), scheduler=SCHEDULER)
     engine, batch = Engine(runner, 2, 24, 400), requests(adjusted=False)
     expected = dict(engine.run(batch))
-    order: list[tuple[int, str]] = []
-    copy, states, broken = runner._transfer, runner._states_of, list[int]()
+    rows_run, copying, broken = threading.Event(), threading.Event(), list[int]()
+    step_of, copy, states = runner._moved_and_run, runner._host_pages._copy, runner._states_of
 
-    def copied(plan):
-        order.append((plan.step_id, "copies"))
-        return copy(plan)
+    def copied(transfers):
+        copying.set()
+        assert rows_run.wait(20), "the rows wait for the copies"
+        seconds = copy(transfers)
+        copying.clear()
+        return seconds
 
     def ran(step):
-        order.append((step.plan.step_id, "rows"))
+        rows_run.set()
         if not broken and step.plan.transfers is not None and len(step.plan.transfers.load_blocks) and len(step.plan.rows):
             broken.append(step.plan.step_id)
             raise RuntimeError("an operator is missing")
         return states(step)
 
-    monkeypatch.setattr(runner, "_transfer", copied)
+    def stepped(step):
+        rows_run.clear()
+        try:
+            return step_of(step)
+        finally:
+            assert not copying.is_set()
+
+    monkeypatch.setattr(runner._host_pages, "_copy", copied)
     monkeypatch.setattr(runner, "_states_of", ran)
+    monkeypatch.setattr(runner, "_moved_and_run", stepped)
     again = engine.run(batch)
     assert broken, "a step with loads and rows has failed"
-    assert order == [(step, what) for step, _ in order[::2] for what in ("copies", "rows")]
     lost = [index for index, tokens in again.items() if tokens != expected[index]]
     assert 0 < len(lost) < len(batch) and engine.core.stats().offload.memory.failed_pages > 0
     assert engine.core.scheduler.kv.num_pinned_blocks == 0
@@ -102,10 +113,10 @@ def test_each_page_that_comes_back_is_the_one_that_went(checkpoint, build_runner
     def array(*values: int):
         return torch.tensor(values, dtype=torch.int32).numpy()
 
-    runner._host_pages.run(Transfers(array(3, 7, 19), array(0, 5, 2), array(), array()))
+    runner._host_pages.begin(Transfers(array(3, 7, 19), array(0, 5, 2), array(), array())).result()
     pages.zero_()
     moved = Transfers(array(), array(), array(4, 3), array(5, 2))
-    runner._host_pages.run(moved)
+    runner._host_pages.begin(moved).result()
     assert torch.equal(pages[4], before[7]) and torch.equal(pages[3], before[19])
     others = [block for block in range(20) if block not in ints(moved.load_blocks)]
     assert not pages[others].any()

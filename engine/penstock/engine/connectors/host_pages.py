@@ -4,6 +4,7 @@ import fcntl
 import mmap
 import os
 import time
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Final
 
 import numpy as np
@@ -41,7 +42,7 @@ class SharedSlots:
 
 
 class HostPages:
-    """Slots of the host's memory.
+    """Slots of the host's memory. One thread copies, beside the steps' own.
 
     Args:
         pages: The KV cache: [blocks, …], a page each, in one piece.
@@ -50,30 +51,29 @@ class HostPages:
     """
 
     def __init__(self, pages: torch.Tensor, num_slots: int, *, shared: bool = False) -> None:
-        self._pages = pages.flatten(1)
+        self.move_to(pages)
         page_bytes = self._pages.shape[1]
         self.shared = SharedSlots(num_slots, page_bytes) if shared else None
         """None: these slots are this process's own."""
-        if self.shared is not None:
-            self._slots = torch.from_numpy(self.shared.array)
-        else:
-            self._slots = torch.empty(num_slots, page_bytes, dtype=torch.uint8, pin_memory=pages.is_cuda)
-
-    @property
-    def slots(self) -> npt.NDArray[np.uint8]:
+        self.slots: npt.NDArray[np.uint8] = (
+            np.empty((num_slots, page_bytes), np.uint8) if self.shared is None else self.shared.array
+        )
         """[slots, bytes of a page]."""
-        return self._slots.numpy()
+        self._thread = ThreadPoolExecutor(1, "page-copies")
 
     def move_to(self, pages: torch.Tensor) -> None:
         """Use another cache: the old one was allocated again, or released, and then `pages` is empty."""
-        self._pages = pages.flatten(1) if pages.numel() else pages
+        self._pages: npt.NDArray[np.uint8] = pages.flatten(1).numpy() if pages.numel() else np.empty((0, 0), np.uint8)
 
-    def run(self, transfers: Transfers) -> tuple[float, float]:
-        """Copies in the order of the device's stream: stores, then loads. Returns the seconds that the host spent on each."""
+    def begin(self, transfers: Transfers) -> Future[tuple[float, float]]:
+        """Begins to copy, stores before loads. Gives the seconds that each have taken when all is copied."""
+        return self._thread.submit(self._copy, transfers)
+
+    def _copy(self, transfers: Transfers) -> tuple[float, float]:
         begin = time.perf_counter()
         for block, slot in zip(ints(transfers.store_blocks), ints(transfers.store_slots), strict=True):
-            self._slots[slot].copy_(self._pages[block], non_blocking=True)
+            self.slots[slot] = self._pages[block]
         stored = time.perf_counter()
         for block, slot in zip(ints(transfers.load_blocks), ints(transfers.load_slots), strict=True):
-            self._pages[block].copy_(self._slots[slot], non_blocking=True)
+            self._pages[block] = self.slots[slot]
         return stored - begin, time.perf_counter() - stored

@@ -10,8 +10,8 @@ from penstock.engine.cache.pins import Owner
 from penstock.engine.connectors.tier_index import Key
 from penstock.engine.core.scheduling.request import Request
 
-_SHARE: Final = 0.05
-"""Of the time of a step whose rows wait for the copies."""
+_SHARE: Final = 0.5
+"""Of the time of a step, beside whose rows pages are copied: they shall not wait for the copies."""
 _PRIOR_BYTES_PER_S: Final = 1e9
 """Until a copy has been timed."""
 

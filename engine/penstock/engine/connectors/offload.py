@@ -304,7 +304,7 @@ class Offload:
         return True
 
     def take(self, step_id: int, prefill_tokens: int, decodes: int) -> Transfers | None:
-        """What the runner has to copy in this step, before its rows run: `decodes` of them, and chunks of `prefill_tokens`."""
+        """What the runner has to copy in this step, beside its rows: `decodes` of them, and chunks of `prefill_tokens`."""
         job, self._stores = _Job(self._stores, self._loads.take(self._step_s(prefill_tokens, decodes))), []
         if not job.stores and not job.loads:
             return None

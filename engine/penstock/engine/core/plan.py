@@ -110,7 +110,7 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     draft_ids: Int32 = msgspec.field(default_factory=_none)
     """[d]: the drafts of `draft_rows`, one row after the other."""
     transfers: Transfers | None = None
-    """Carried out before the rows run, which may write to the blocks stored and read those loaded."""
+    """Carried out beside the rows, which neither write to the blocks stored nor read those loaded."""
     encoder_frees: list[str] = []
     """Images whose embeddings the runner drops, before anything else."""
     encoder_runs: list[EncoderRun] = []

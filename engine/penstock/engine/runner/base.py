@@ -7,6 +7,7 @@ import logging
 import threading
 from abc import abstractmethod
 from collections.abc import Sequence
+from concurrent.futures import Future
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -551,12 +552,12 @@ class RunnerBase(Turns[Runtime, Step, Sampled]):
         assert self._agent is not None, "no pages are lent or read"
         return self._agent.take()
 
-    def _transfer(self, plan: StepPlan) -> tuple[float, float]:
-        """Copies what the plan says, before its rows run; the seconds that stores and loads took."""
+    def _copies(self, plan: StepPlan) -> Future[tuple[float, float]] | None:
+        """Begins to copy what the plan says, and gives the seconds that stores and loads have taken; None: nothing is copied."""
         if plan.transfers is None:
-            return 0.0, 0.0
+            return None
         assert self._host_pages is not None, "pages are copied, and there is no place for them"
-        return self._host_pages.run(plan.transfers)
+        return self._host_pages.begin(plan.transfers)
 
     def _drop_pages(self) -> None:
         """Gives the cache's memory back; what the host's memory holds stays there."""

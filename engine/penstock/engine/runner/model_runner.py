@@ -310,9 +310,16 @@ class ModelRunner(RunnerBase[HostRuntime, HostStep, StepResult]):
             return self._moved_and_run(step)
 
     def _moved_and_run(self, step: HostStep) -> Forward:
-        """Copies pages, encodes images and runs the layers: a stage that fails in any of it tells the next one."""
+        """Encodes images and runs the layers while pages are copied: a stage that fails in any of it tells the next one."""
+        copies = self._copies(step.plan)
+        try:
+            return self._encoded_and_run(step)
+        finally:
+            if copies is not None:
+                step.transfer_s = copies.result()
+
+    def _encoded_and_run(self, step: HostStep) -> Forward:
         plan, inputs = step.plan, step.inputs
-        step.transfer_s = self._transfer(plan)
         began = time.perf_counter()
         for images in self._all_images:
             images.encode(plan)
