@@ -213,12 +213,6 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
         if images is not None and images.two_way:
             self._check_whole_images(images.tokens, 0 if speculative is None else speculative.num_speculative_tokens)
         if drafter is not None:
-            if images is not None and self.pipeline_parallel_size > 1:
-                raise ConfigError(
-                    f"--speculative-config: drafts by a model or a head do not go with images and --pipeline-parallel-size "
-                    f"{self.pipeline_parallel_size} so far: the last stage has no embeddings of them "
-                    "(--limit-mm-per-prompt '{\"image\": 0}')"
-                )
             check_drafter(drafter, model)
             if images is not None and drafter.images is not None:
                 both = msgspec.structs.replace(images, cost=drafter.tower_cost(model))

@@ -232,12 +232,36 @@ def test_drafts_are_accepted_and_change_nothing(build, request_of, scheduler, ex
     check(engine, [request_of(at, layout) for at, layout in enumerate(LAYOUTS)], expected)
 
 
-@pytest.mark.req("MM-26")
+@pytest.fixture
+def staged(path, scheduler, monkeypatch):
+    """An engine whose layers are in stages, with drafts that always pay."""
+
+    def make(count: int, **speculative: Any) -> StagedEngine:
+        drafts_pay(monkeypatch)
+        limits = {"num_speculative_tokens": K, "num_lookahead_tokens": K, "max_num_batched_tokens": 20, "pipeline_stages": count}
+        config = EngineConfig(
+            model=read_model_config(path, served_names=(), dtype="float32", max_model_len=320),
+            cache=CacheConfig(block_size=16),
+            scheduler=msgspec.structs.replace(scheduler, **limits, image_lookahead=int("eagle" in speculative["method"])),
+            parallel=ParallelConfig(pipeline_parallel_size=count),
+            speculative=SpeculativeConfig(num_speculative_tokens=K, **speculative),
+            depth=count,
+        )
+        return StagedEngine(config, Stages(config))
+
+    return make
+
+
+@pytest.mark.req("MM-26", "DX-09")
+@pytest.mark.parametrize("in_stages", [False, True])
 def test_a_head_sees_images_and_drafts_what_plain_torch_does(
-    build, request_of, scheduler, expected, family, reference, path, monkeypatch, tmp_path
+    build, staged, request_of, scheduler, expected, family, reference, path, monkeypatch, tmp_path, in_stages
 ):
-    """Through chunks that end before an image and within it."""
-    if family not in (SEEING["llava"], SEEING["qwen2_5_vl"], SEEING["qwen3_vl"]):
+    """Through chunks that end before an image and within it. In the last stage of a pipeline with embeddings from the first one,
+    which come through a stage between, and beside what is added to layers."""
+    if family not in (SEEING["llava"], SEEING["qwen2_5_vl"], SEEING["qwen3_vl"]) or (
+        in_stages and family is SEEING["qwen2_5_vl"]
+    ):
         pytest.skip("a head reads the decoder's states: it matters whether the decoder's positions are one a token or three")
     head = ReferenceHead(eagle3=False)
     folder = save_head(tmp_path / "head", head.tensors())
@@ -245,7 +269,10 @@ def test_a_head_sees_images_and_drafts_what_plain_torch_does(
     limits = {"num_speculative_tokens": K, "num_lookahead_tokens": K, "max_num_batched_tokens": 20, "image_lookahead": 1}
     drafts_pay(monkeypatch)
     told = Told(monkeypatch)
-    engine = build(scheduler=msgspec.structs.replace(scheduler, **limits), speculative=speculative)
+    if in_stages:
+        engine = staged(3 if family is SEEING["qwen3_vl"] else 2, method="eagle", model=folder)
+    else:
+        engine = build(scheduler=msgspec.structs.replace(scheduler, **limits), speculative=speculative)
     told.seen.clear()
     check(engine, [request_of(3, LAYOUTS[3])], expected)
     told.seen.clear()
@@ -492,8 +519,24 @@ def test_the_first_stage_of_a_pipeline_has_the_tower(family, path, scheduler, re
     assert towers[0] and not any(towers[1:])
     args = EngineArgs(model=str(path), device="cpu", pipeline_parallel_size=2, max_num_seqs=4, max_model_len=320)
     assert args.config().model.images is not None
-    with pytest.raises(ConfigError, match="do not go with images and --pipeline-parallel-size 2"):
-        msgspec.structs.replace(args, spec_method="draft_model", spec_model=str(path)).config()
+    drafting = msgspec.structs.replace(args, spec_method="draft_model", spec_model=str(path)).config()
+    assert drafting.depth == 2 and drafting.speculative is not None
+
+
+@pytest.mark.req("DX-09")
+def test_a_draft_model_in_the_last_stage_has_a_tower_of_its_own(staged, request_of, family, path, expected, monkeypatch):
+    """As its own draft model, the target is always right: with other pixels, or none, it would not be."""
+    if family not in (SEEING["llava"], SEEING["qwen3_vl"]):
+        pytest.skip("the others have what these have")
+    judged: list[tuple[int, int]] = []
+    observe = lambda _, rows, drafted, accepted, others: judged.append((drafted.sum(), accepted.sum()))  # noqa: E731
+    monkeypatch.setattr(DraftDepth, "observe", observe)
+    engine = staged(2, method="draft_model", model=path)
+    check(engine, [request_of(at, LAYOUTS[at]) for at in (0, 3)], expected)
+    drafted, accepted = np.sum(judged, axis=0)
+    assert accepted == drafted > 30
+    first, last = engine.executor.runners
+    assert first._images.names == last._draft_images.names and not last._images.names
 
 
 def test_pages_on_a_disk_are_not_found_where_images_are_read_in_another_size(build_runner, path, settings):

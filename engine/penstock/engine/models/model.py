@@ -22,16 +22,21 @@ class Carry(NamedTuple):
     """[n, hidden] each: what is added to the stream after each of the next layers (DeepStack, Meng et al., 2024)."""
     aux: tuple[torch.Tensor, ...] = ()
     """[n, hidden] each: of a stage, the `AuxStates` of this stage and those before, in the order of layers."""
+    following: torch.Tensor | None = None
+    """[n, hidden]: of a stage, the embedding of the image after each token, for a head in the last stage; None: none has one."""
 
     @classmethod
-    def of(cls, parts: torch.Tensor, aux: int = 0, deep: int = 0) -> "Carry":
-        """From [1 or 2, `deep` and `aux`, n, hidden]."""
-        own, others = len(parts) - deep - aux, len(parts) - aux
-        return cls(parts[0], parts[1] if own > 1 else None, tuple(parts[own:others]), tuple(parts[others:]))
+    def of(cls, parts: torch.Tensor, aux: int = 0, deep: int = 0, following: int = 0) -> "Carry":
+        """From [1 or 2, `deep`, `aux` and `following`, n, hidden]."""
+        end = len(parts) - following
+        own, others = end - deep - aux, end - aux
+        residual, last = parts[1] if own > 1 else None, parts[end] if following else None
+        return cls(parts[0], residual, tuple(parts[own:others]), tuple(parts[others:end]), last)
 
     def parts(self) -> list[torch.Tensor]:
         """What `of` takes, one by one."""
-        return [self.hidden, *(() if self.residual is None else (self.residual,)), *self.deep, *self.aux]
+        perhaps = [[] if part is None else [part] for part in (self.residual, self.following)]
+        return [self.hidden, *perhaps[0], *self.deep, *self.aux, *perhaps[1]]
 
     def stream(self) -> torch.Tensor:
         """[n, hidden]: the whole residual stream."""

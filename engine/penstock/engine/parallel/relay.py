@@ -18,9 +18,9 @@ from penstock.engine.parallel.errors import GroupFailed
 from penstock.engine.parallel.links import LinkEnd
 from penstock.engine.parallel.words import FarLink
 
-_HEAD: Final = struct.Struct("=qqBBBB")
-"""Step, tokens, the dtype's number (or `_LOST`, where it came to nothing), the parts of a `Carry`, and how many are `aux`
-and `deep`."""
+_HEAD: Final = struct.Struct("=qqBBBBB")
+"""Step, tokens, the dtype's number (or `_LOST`, where it came to nothing), the parts of a `Carry`, and how many are `aux`, `deep`
+and `following`."""
 _DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
 _LOST: Final = 255
 
@@ -98,7 +98,7 @@ class Relay:
 
     def _step_bytes(self, head: bytes) -> int:
         """Bytes of a step's hidden states."""
-        _, tokens, number, parts, _, _ = _HEAD.unpack(head)
+        _, tokens, number, parts, *_ = _HEAD.unpack(head)
         return 0 if number == _LOST else parts * tokens * self._hidden_size * _DTYPES[number].itemsize
 
     def _open(self, end: LinkEnd | None) -> tuple[socket.socket | None, mmap.mmap]:
@@ -132,7 +132,7 @@ class Relay:
             raise
         except Exception:
             if self._after is not None and not self._alone:
-                self._after.send(_HEAD.pack(step_id, 0, _LOST, 0, 0, 0))
+                self._after.send(_HEAD.pack(step_id, 0, _LOST, 0, 0, 0, 0))
                 self._sent += 1
             raise
 
@@ -152,7 +152,7 @@ class Relay:
             return Carry.of(self._place(num_tokens, self._dtype, 2 + self._aux).zero_(), self._aux)
         assert self._before is not None, "a later stage has a link from the one before"
         try:
-            step, tokens, number, count, aux, deep = _HEAD.unpack(self._before.recv(_HEAD.size))
+            step, tokens, number, count, *kinds = _HEAD.unpack(self._before.recv(_HEAD.size))
         except TimeoutError:
             stage = self._stage.rank
             raise GroupFailed(f"stage {stage - 1} has kept stage {stage} waiting for {self._timeout:g} seconds") from None
@@ -166,7 +166,7 @@ class Relay:
         if number == _LOST:
             raise StageLost(f"pipeline stage {self._stage.rank - 1} has lost it")
         dtype = _DTYPES[number]
-        return Carry.of(self._place(tokens, dtype, count).copy_(self._parts(self._from, at, tokens, dtype, count)), aux, deep)
+        return Carry.of(self._place(tokens, dtype, count).copy_(self._parts(self._from, at, tokens, dtype, count)), *kinds)
 
     def _place(self, tokens: int, dtype: torch.dtype, number: int) -> torch.Tensor:
         """[number, tokens, hidden]: where the parts of a step lie."""
@@ -183,7 +183,8 @@ class Relay:
         count, dtype = len(carry.hidden), carry.hidden.dtype
         for place, part in zip(self._parts(self._to, at, count, dtype, len(parts)), parts, strict=True):
             place.copy_(part)
-        self._after.send(_HEAD.pack(step_id, count, _DTYPES.index(dtype), len(parts), len(carry.aux), len(carry.deep)))
+        kinds = len(carry.aux), len(carry.deep), int(carry.following is not None)
+        self._after.send(_HEAD.pack(step_id, count, _DTYPES.index(dtype), len(parts), *kinds))
 
     def _parts(self, memory: mmap.mmap, at: int, tokens: int, dtype: torch.dtype, number: int) -> torch.Tensor:
         """[number, tokens, hidden]: the parts of one step in the memory."""

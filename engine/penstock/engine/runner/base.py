@@ -130,7 +130,11 @@ class RunnerBase(Turns[Runtime, Step, Sampled]):
             self._kv_layers += kv_layers(drafter.config, whole, kv_dtype, model.max_model_len)
         self._drafter = drafter if self._stage.last else None
         """Where tokens are sampled, and their states are."""
-        self._aux_layers = () if drafter is None or drafter.head is None else drafter.head.aux_layers
+        head = None if drafter is None else drafter.head
+        self._aux_layers = () if head is None else head.aux_layers
+        fits = head is not None and head.decoder.hidden_size == self.decoder_config.hidden_size
+        self._head_sees = fits and model.images is not None
+        """Whether a draft head reads the embeddings of images: those of its own width."""
         whole = kv_layout(self._kv_layers, config.cache.block_size)
         self._layer_groups = whole.layer_groups
         self._stage_layers = self._layers_of_stage(drafter)

@@ -168,7 +168,14 @@ class Images:
             ends[place] = item.start + item.length
         return ends
 
-    def following(self, rows: Int32, starts: Int32, counts: Int32, embed: Callable[[], torch.Tensor]) -> torch.Tensor | None:
+    def following(
+        self,
+        rows: Int32,
+        starts: Int32,
+        counts: Int32,
+        embed: Callable[[], torch.Tensor],
+        passed: torch.Tensor | None = None,
+    ) -> torch.Tensor | None:
         """What a draft head reads: the embedding after each token.
 
         Args:
@@ -176,16 +183,22 @@ class Images:
             starts: [r]: the position of each row's first token.
             counts: [r]: its tokens in the step.
             embed: Embeds the tokens after the step's, [n, hidden].
+            passed: What this returned in the first stage of a pipeline, whose embeddings are not here; None: they may be.
 
         Returns:
             [n, hidden] in place of tokens, or None where none of them is an image's whose embeddings are there.
         """
         merged = None
         for _, item, offset, place in self._parts(rows, starts + np.int32(1), counts):
-            if (found := self._embeddings.get(item.identifier)) is not None:
-                merged = embed().clone() if merged is None else merged
-                # What DeepStack adds to the decoder's first layers comes after the embedding.
-                merged[place] = found[offset : offset + place.stop - place.start, : merged.shape[1]]
+            if passed is not None:
+                found = passed[place]
+            elif (of_image := self._embeddings.get(item.identifier)) is not None:
+                found = of_image[offset : offset + place.stop - place.start]
+            else:
+                continue
+            merged = embed().clone() if merged is None else merged
+            # What DeepStack adds to the decoder's first layers comes after the embedding.
+            merged[place] = found[:, : merged.shape[1]]
         return merged
 
     def reached(self, rows: Int32, starts: Int32, counts: Int32) -> Bool:

@@ -27,7 +27,7 @@ from penstock.engine.parallel.group import Group
 from penstock.engine.parallel.relay import Relay
 from penstock.engine.runner.base import RunnerBase
 from penstock.engine.runner.device.host import HostRuntime
-from penstock.engine.runner.draft_head import Following, TappedModel
+from penstock.engine.runner.draft_head import TappedModel
 from penstock.engine.runner.draft_model import Sight
 from penstock.engine.runner.follower import Follower
 from penstock.engine.runner.host_step import HostStep
@@ -113,7 +113,8 @@ class ModelRunner(RunnerBase[HostRuntime, HostStep, StepResult]):
             assert self._stage_layers is not None
             vision = self.decoder_config.vision
             deep = len(vision.tower.deep_layers) if isinstance(vision, Qwen3Config) else 0
-            shape = 2 + deep + len(self._aux_layers), self._max_num_tokens, self.decoder_config.hidden_size
+            parts = 2 + deep + len(self._aux_layers) + self._head_sees
+            shape = parts, self._max_num_tokens, self.decoder_config.hidden_size
             aux = sum(layer < self._stage_layers.start for layer in self._aux_layers)
             ends, far = (group.before, group.after), (group.wires.before, group.wires.after)
             self._relay = Relay(self._stage, *ends, shape, self._dtype, self.config.depth, group.timeout, far, aux)
@@ -227,13 +228,12 @@ class ModelRunner(RunnerBase[HostRuntime, HostStep, StepResult]):
             draft = self._drafter
             sections = draft is not None and draft.config.ropes[0].sections
             sight = Sight(self._draft_images, self._positions if sections else None)
-            self._drafting.bind(self.draft_model, self.model, caches, self._images_of_head(), sight)
+            self._drafting.bind(self.draft_model, self.model, caches, self._following if self._head_sees else None, sight)
 
-    def _images_of_head(self) -> Following | None:
-        """What a draft head may see of images: those of its own width."""
-        drafter = self._drafter
-        fits = drafter is not None and drafter.config.hidden_size == self.decoder_config.hidden_size
-        return self._images.following if fits and self.config.model.images is not None else None
+    def _following(self, rows: Int32, starts: Int32, counts: Int32, embed: Callable[[], torch.Tensor]) -> torch.Tensor | None:
+        """What a draft head sees of images; see `Images.following`."""
+        carry = None if self._relay is None else self._relay.carry
+        return self._images.following(rows, starts, counts, embed, None if carry is None else carry.following)
 
     def _clock(self) -> float:
         """Of the CPU: who else uses it makes long steps wait more often than short ones, which says nothing of what they cost."""
@@ -367,7 +367,8 @@ class ModelRunner(RunnerBase[HostRuntime, HostStep, StepResult]):
         samples = len(inputs.sampled_rows) > 0
         model, given = self._staged(relay), (step.given, inputs.positions, step.ctx)
         if not self._stage.last:
-            relay.send(plan.step_id, model.advance(*given) if taped is None else model.passed(taped))
+            carry = model.advance(*given) if taped is None else model.passed(taped)
+            relay.send(plan.step_id, carry._replace(following=self._following_of(step)))
             return Forward()
         if taped is not None:
             return Forward(taped if samples else None)
@@ -375,6 +376,16 @@ class ModelRunner(RunnerBase[HostRuntime, HostStep, StepResult]):
         if self._pooler is not None:
             return Forward(pooled=self._pooler.pool(plan, step.starts, hidden))
         return self._score(hidden, inputs.logits_indices if samples else None, step.asked)
+
+    def _following_of(self, step: HostStep) -> torch.Tensor | None:
+        """What a head in the last stage must be told of images; see `Carry`."""
+        if not self._head_sees:
+            return None
+        if not self._stage.first:
+            return None if step.carry is None else step.carry.following
+        plan, shape = step.plan, (len(step.inputs.input_ids), self.decoder_config.hidden_size)
+        nothing = partial(torch.zeros, *shape, dtype=self._dtype)
+        return self._images.following(plan.rows, step.starts, plan.num_new_tokens, nothing)
 
     def _sample(self, launched: Launched[HostStep], inputs: SampleInputs) -> StepResult:
         """See Turns. An earlier stage of a pipeline passes the step on in place of sampling it."""
