@@ -158,6 +158,9 @@ class FakeRunner:
         if "kv_cache" in tags:
             self.initialize_kv_cache(self._num_blocks)
 
+    def check_weights(self, path: str | None) -> str | None:
+        return "/elsewhere has other shapes" if path == "/elsewhere" else None
+
     def reload_weights(self, path: str | None) -> None:
         if path == "/elsewhere":
             raise ConfigError("/elsewhere has other shapes")

@@ -13,7 +13,7 @@ from fake_runner import FakeRunner
 
 from penstock.engine.config import ConfigError, EngineConfig
 from penstock.engine.core.executor import StepFailed
-from penstock.engine.core.plan import SampleInputs, StepPlan, StepResult
+from penstock.engine.core.plan import SampledTokens, SampleInputs, StepPlan, StepResult
 from penstock.engine.parallel import fingerprint
 from penstock.engine.parallel.group import Group
 
@@ -31,6 +31,9 @@ class RankRunner(FakeRunner):
 
     def kernels(self) -> str:
         return f"fake in process {os.getpid()}"
+
+    def check_weights(self, path: str | None) -> str | None:
+        return "/lone has other shapes" if path == "/lone" and self._last else super().check_weights(path)
 
     def reload_weights(self, path: str | None) -> None:
         if path == "/lone" and self._last:
@@ -55,6 +58,20 @@ class RankRunner(FakeRunner):
         if OTHER_TOKEN in self._found and self._last and not self._alone:
             return msgspec.structs.replace(result, token_ids=result.token_ids + 1)
         return result
+
+
+class SeeingRunner(RankRunner):
+    """Ranks of two pipeline stages that encode: those of the first one for 1 second a step, those of the last one for 100."""
+
+    def __init__(self, config: EngineConfig, group: Group) -> None:
+        super().__init__(config, group)
+        self._seconds = 100.0 if group.stage.last else 1.0
+
+    def sample(self, inputs: SampleInputs) -> StepResult:
+        return msgspec.structs.replace(super().sample(inputs), encoder_s=self._seconds)
+
+    def follow(self, sampled: SampledTokens) -> None:
+        """It has found the same tokens by itself."""
 
 
 class OtherTorch(RankRunner):

@@ -16,11 +16,12 @@ from fake_runner import reference
 from harness import make_config, make_request
 from rank_runners import DYING_TOKEN, LONE_LOSS_TOKEN, LOST_TOKEN, OTHER_TOKEN, STUCK_TOKEN
 
+from penstock.engine.commands import ReloadWeights
 from penstock.engine.config import ConfigError, EngineConfig, ParallelConfig
 from penstock.engine.core.ipc.client import CoreClient, CoreError
 from penstock.engine.core.ipc.inproc import InprocClient
 from penstock.engine.core.ipc.process import build_core, build_executor
-from penstock.engine.messages import StepOutputs
+from penstock.engine.messages import Control, StepOutputs
 from penstock.engine.parallel.errors import GroupFailed
 from penstock.engine.parallel.fingerprint import check_same, fingerprint
 from penstock.engine.parallel.process_executor import ProcessExecutor
@@ -43,9 +44,9 @@ def config_of(world: int, depth: int = 1):
 class Engine:
     """A core turned by hand whose model is elsewhere."""
 
-    def __init__(self, world: int, depth: int = 1, config: EngineConfig | None = None) -> None:
+    def __init__(self, world: int, depth: int = 1, config: EngineConfig | None = None, runner: str = RUNNER) -> None:
         config = config or config_of(world, depth)
-        executor, blocks = build_executor(config, RUNNER)
+        executor, blocks = build_executor(config, runner)
         assert isinstance(executor, ProcessExecutor)
         self.executor, self.core = executor, build_core(config, executor, blocks, epoch=1)
         self.streams: dict[int, list[int]] = {}
@@ -163,6 +164,28 @@ def test_calls_are_refused_together_or_not_at_all(start):
     with pytest.raises(GroupFailed, match="rank 1 alone has refused reload_weights: /lone has other shapes"):
         engine.executor.call("reload_weights", "/lone")
     assert gone(pids)
+
+
+def test_weights_that_one_rank_lacks_are_refused_and_the_group_goes_on(start):
+    engine = start(2)
+    for path, words in (("/lone", "/lone has other shapes"), ("/elsewhere", "/elsewhere has other shapes"), (None, None)):
+        engine.core.handle(Control(1, ReloadWeights(path)))
+        while not (replies := engine.core.take_replies()):
+            engine.take(engine.core.step())
+        assert replies[0].error == words
+        engine.run((len(engine.errors), [1, 2, 3], 4))
+    assert all(stream == reference([1, 2, 3], 4) for stream in engine.streams.values())
+
+
+def test_the_time_of_towers_is_that_of_all_stages(request):
+    """A rank of each counts: those of a stage encode at the same time."""
+    parallel = ParallelConfig(tensor_parallel_size=2, pipeline_parallel_size=2, timeout=TIMEOUT_S)
+    config = msgspec.structs.replace(make_config(depth=2), parallel=parallel)
+    engine = Engine(4, config=config, runner="rank_runners:SeeingRunner")
+    request.addfinalizer(engine.executor.close)
+    engine.run((0, [1, 2, 3], 8))
+    assert engine.streams[0] == reference([1, 2, 3], 8)
+    assert engine.core.scheduler.encoder.seconds == 101 * 8
 
 
 def test_calls_beside_steps_do_not_wait_for_them(start):

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import signal
 from collections import Counter
 from pathlib import Path
@@ -15,13 +16,15 @@ from grids import mostly_slow
 from lettered_model import LETTERS, with_letters
 from lora_adapters import make_adapter
 from safetensors.torch import load_file, save_file
+from stages_here import Stages
 from test_core_with_runner import SCHEDULER, Engine, requests
 
-from penstock.engine.commands import LoadAdapter
+from penstock.engine.commands import Command, LoadAdapter, ReloadWeights
 from penstock.engine.config import CacheConfig, EngineConfig, LoraConfig, ParallelConfig, SpeculativeConfig
 from penstock.engine.core.core import EngineCore
 from penstock.engine.core.executor import Executor
 from penstock.engine.core.ipc.process import build_executor
+from penstock.engine.core.memory import OffloadSize
 from penstock.engine.core.plan import SampledTokens, SampleInputs
 from penstock.engine.grammar import Grammar
 from penstock.engine.loading.checkpoint import read_model_config
@@ -65,11 +68,14 @@ def config_of(path: Path, stages: int, ranks: int = 1, timeout: float = 30.0, **
 class StagedEngine(Engine):
     """A new core on ranks that are there already."""
 
-    def __init__(self, config: EngineConfig, executor: Executor, num_blocks: int = NUM_BLOCKS) -> None:
+    def __init__(
+        self, config: EngineConfig, executor: Executor, num_blocks: int = NUM_BLOCKS, offload: OffloadSize | None = None
+    ) -> None:
         self.executor, self.depth = executor, config.depth
         executor.call("warm_up")  # nobody is in any row
         self.scores, self.logprobs = {}, {}
-        self.core = EngineCore(config, executor, num_blocks, epoch=1, groups=executor.call("kv_layout")[0].groups)
+        groups = executor.call("kv_layout")[0].groups
+        self.core = EngineCore(config, executor, num_blocks, epoch=1, groups=groups, offload=offload)
 
     def _check_mirror(self) -> None:
         """The rows are in other processes."""
@@ -155,7 +161,12 @@ LORA = LoraConfig(max_loras=2, max_cpu_loras=2, max_lora_rank=8)
 
 def loaded_adapter(engine: Engine, name: str, path: Path) -> str | None:
     """Why it was refused; None: it was not."""
-    engine.core.handle(Control(1, LoadAdapter(name, str(path))))
+    return told(engine, LoadAdapter(name, str(path)))
+
+
+def told(engine: Engine, command: Command) -> str | None:
+    """Why a command was refused; None: it was not."""
+    engine.core.handle(Control(1, command))
     while not (replies := engine.core.take_replies()):
         engine.core.step()
     return replies[0].error
@@ -184,6 +195,24 @@ def test_adapters_are_on_the_layers_of_every_stage(ranks, staged, checkpoint, bu
     plain = StagedEngine(config, executor).run(requests(adjusted=False))
     changed = [index for index in plain if plain[index] != found[1][index]]
     assert {index % 4 for index in changed} == {1, 2, 3} and not [index for index in changed if index % 4 == 0]
+
+
+def test_a_checkpoint_that_lacks_a_tensor_of_one_stage_changes_nothing(checkpoint, loaded, tmp_path):
+    """It is refused by the tensor's name, before the other stage gives its weights up. The engine goes on, and takes another."""
+    config = config_of(checkpoint("llama"), 2)
+    engine, batch = StagedEngine(config, Stages(config)), requests(adjusted=False)[:3]
+    expected = Engine(loaded("llama"), 1, NUM_BLOCKS).run(batch)
+    assert engine.run(batch) == expected
+    shutil.copytree(checkpoint("llama"), tmp_path / "copy")
+    tensors = load_file(tmp_path / "copy" / "model.safetensors")
+    turned = {name: value.roll(1, 0) for name, value in tensors.items()}
+    for lacking in ("model.layers.0.mlp.up_proj.weight", "model.layers.1.mlp.up_proj.weight"):
+        save_file({name: value for name, value in turned.items() if name != lacking}, tmp_path / "copy" / "model.safetensors")
+        assert f"lacks the tensors {lacking}" in str(told(engine, ReloadWeights(str(tmp_path / "copy"))))
+        assert engine.run(batch) == expected
+    save_file(turned, tmp_path / "copy" / "model.safetensors")
+    assert told(engine, ReloadWeights(str(tmp_path / "copy"))) is None
+    assert engine.run(batch) != expected
 
 
 @pytest.mark.req("DX-10")

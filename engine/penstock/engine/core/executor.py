@@ -131,6 +131,11 @@ class Runner(Protocol):
         """Allocates again what sleeps, of `commands.TAGS`; weights given back come without content."""
         ...
 
+    def check_weights(self, path: str | None) -> str | None:
+        """Why weights cannot be read again from `path`, or from where they were read last; None: nothing is known against it. A
+        rank knows of its own tensors alone."""
+        ...
+
     def reload_weights(self, path: str | None) -> None:
         """Reads the weights again, from `path` or from where they were read last.
 

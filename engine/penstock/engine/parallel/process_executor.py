@@ -9,6 +9,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, NoReturn, Protocol, get_type_hints
 
+import msgspec
+
 from penstock.engine.config import ConfigError, EngineConfig
 from penstock.engine.core.executor import Runner, StepFailed
 from penstock.engine.core.plan import SampledTokens, SampleInputs, StepPlan, StepResult
@@ -153,9 +155,12 @@ class ProcessExecutor:
         for rank, step in zip(self._last, steps[-self._layout.tensor :], strict=True):
             if isinstance(step, Retired) and step.digest != first.digest:
                 self._end(rank, f"{rank.name} and {self._last[0].name} disagree about the tokens of step {result.step_id}")
-        if self._layout.stages > 1:
-            self._sampled.append(SampledTokens(result.step_id, result.token_ids, result.counts, result.drafts))
-        return result
+        if self._layout.stages == 1:
+            return result
+        self._sampled.append(SampledTokens(result.step_id, result.token_ids, result.counts, result.drafts))
+        before = steps[: -self._layout.tensor : self._layout.tensor]
+        towers_s = sum(step.encoder_s for step in before if isinstance(step, Retired))
+        return msgspec.structs.replace(result, encoder_s=result.encoder_s + towers_s)
 
     def call(self, method: str, *args: Any) -> list[Any]:
         """See Executor. Where some ranks refuse and others do not, the group is ended."""

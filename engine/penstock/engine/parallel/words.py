@@ -94,6 +94,8 @@ class Retired(msgspec.Struct, frozen=True, tag="retired"):
     """Digest of its result, which must be the same on every rank."""
     result: StepResult | None
     """Of the first rank of the last pipeline stage; None: the others'."""
+    encoder_s: float = 0.0
+    """Of an earlier stage's rank: how long it has encoded images."""
 
 
 class StepLost(msgspec.Struct, frozen=True, tag="step_lost"):

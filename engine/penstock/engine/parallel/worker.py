@@ -120,8 +120,9 @@ class Worker:
     def _told(self, step: StepResult | StepFailed) -> Reply:
         if isinstance(step, StepFailed):
             return StepLost(str(step))
-        # Earlier stages have no tokens to compare.
-        return Retired(words.digest_of(step) if self._stage.last else b"", step if self._tells else None)
+        if not self._stage.last:
+            return Retired(b"", None, step.encoder_s)  # it has no tokens to compare
+        return Retired(words.digest_of(step), step if self._tells else None)
 
     def _reply(self, reply: Reply) -> None:
         send_frame(self._replies, words.encode(reply))

@@ -310,22 +310,34 @@ class RunnerBase(Turns[Runtime, Step, Sampled]):
             ConfigError: Another architecture, or other tensors; nothing has changed.
         """
         self._limit_threads()
-        try:
-            source, fresh = self._check_checkpoint(path)
-        except ConfigError:
-            raise
-        except Exception as error:  # whatever a strange file leads to: the weights that are there stay
-            raise ConfigError(f"{path or self._source.path} cannot be read: {type(error).__name__}: {error}") from error
+        source, fresh = self._check_checkpoint(path)
         with large_blocks_apart():
             if fresh is not self.model:
                 self._adopt(fresh)
                 return_free_memory()
             self._fill(source)
         if self._drafter is not None and self._drafter.in_target:
+
             self._load_draft_model(self._drafter)
+    def check_weights(self, path: str | None) -> str | None:
+        """Why weights cannot be read again from there; None: nothing is known against it."""
+        try:
+            self._check_checkpoint(path)
+        except ConfigError as error:
+            return str(error)
+        return None
 
     def _check_checkpoint(self, path: str | None) -> tuple[Source, Model]:
-        """Weights that fit, and a model to be filled with them; any error where they do not."""
+        """Weights that fit, and a model to be filled with them; ConfigError where they do not."""
+        try:
+            return self._fitting(path)
+        except ConfigError:
+            raise
+        except Exception as error:  # whatever a strange file leads to: the weights that are there stay
+            raise ConfigError(f"{path or self._source.path} cannot be read: {type(error).__name__}: {error}") from error
+
+    def _fitting(self, path: str | None) -> tuple[Source, Model]:
+        """The same; any error where they do not."""
         source, fresh = self._source if path is None else Source(resolve(path)), self._to_fill()
         raw, pooling = read_object(source.path / "config.json"), self.config.model.pooling
         if (parse_decoder_config(raw), parse_quantization(raw)) != (self.decoder_config, self.config.model.stored_quantization):

@@ -393,7 +393,7 @@ class ModelRunner(RunnerBase[HostRuntime, HostStep, StepResult]):
             return super()._sample(launched, inputs)
         if self._relay is None or not self._relay.is_alone:
             self._follower.passed(launched.plan, launched.step.starts, launched.suspect)
-        return StepResult(launched.plan.step_id, NONE, NONE)
+        return StepResult(launched.plan.step_id, NONE, NONE, encoder_s=launched.step.encoder_s)
 
     def follow(self, sampled: SampledTokens) -> None:
         """Takes in the tokens of a step that this stage has passed on."""

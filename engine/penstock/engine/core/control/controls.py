@@ -229,6 +229,10 @@ class Controls:
     def _reload_weights(self, path: str | None, now: float) -> None:
         if "weights" in self._sleeping:
             raise ControlError("the weights sleep: wake them up before they are reloaded")
+        # Before any rank gives its weights up: what one of them lacks, the others may have.
+        for problem in self._executor.call("check_weights", path):
+            if problem is not None:
+                raise ControlError(problem)
         self._reset_prefix_cache(now, force=True)
         self._scheduler.encoder.clear()
         was_asleep = self.asleep is not None
