@@ -8,8 +8,9 @@ from typing import Any
 
 import msgspec
 import pytest
+from draft_heads import DRAFT_VOCAB, ReferenceHead, save_head
 
-from penstock.engine.config import CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig
+from penstock.engine.config import CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig, SpeculativeConfig
 from penstock.engine.loading.checkpoint import read_model_config
 from penstock.engine.loading.json_files import read_object
 from penstock.engine.models.config import DecoderConfig, parse_decoder_config
@@ -21,6 +22,7 @@ from penstock.engine.planner.cli import plan
 from penstock.engine.planner.planner import Device, Estimate, Parallelism, Refusal, _Rank, best, estimate, layouts
 from penstock.engine.roofline import Ceilings
 from penstock.engine.runner.model_runner import ModelRunner
+from penstock.engine.spec.checkpoint import DraftCheckpoint
 
 LLAMA_70B: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -119,6 +121,63 @@ def test_the_pages_are_those_of_a_rank(name, ranks, stages, checkpoint):
     memory = SharedMemory.create(ranks)
     runner = ModelRunner(msgspec.structs.replace(engine, device="cpu"), Group(0, ranks, memory, "", 1.0, stage=stage))
     assert rank.layout == runner.kv_layout()
+
+
+@pytest.fixture
+def drafting(checkpoint, tmp_path):
+    """`drafting(method)`: a target with something that drafts for it, and its configuration."""
+
+    def make(method: str, **parallel: int) -> tuple[EngineConfig, DecoderConfig, DraftCheckpoint]:
+        path, folder, fields = checkpoint("qwen3-windows"), None, dict[str, Any]()
+        if method == "mtp":
+            fields = {"num_nextn_predict_layers": 1}
+            path = written(tmp_path / "target", read_object(checkpoint("llama") / "config.json") | fields)
+        elif method == "draft_model":
+            folder = checkpoint("llama")
+        else:
+            head = ReferenceHead(eagle3=method == "eagle3")
+            extra = {"draft_vocab_size": DRAFT_VOCAB} if head.eagle3 else {}
+            folder = save_head(tmp_path / method, head.tensors(), **extra)
+        engine, config = settings(path, **parallel)
+        speculative = SpeculativeConfig(method=method, num_speculative_tokens=3, model=folder)
+        engine = msgspec.structs.replace(engine, speculative=speculative)
+        drafter = DraftCheckpoint.read(speculative, engine.model)
+        assert drafter is not None
+        return engine, config, drafter
+
+    return make
+
+
+@pytest.mark.parametrize("method", ["draft_model", "eagle", "eagle3", "mtp"])
+def test_what_drafts_takes_its_weights_and_pages_on_every_rank_of_the_last_stage(method, drafting):
+    """As the runner has it: its layers, its pages, and where the last stage ends."""
+    engine, config, drafter = drafting(method, pipeline_parallel_size=2)
+    drafts = 3 * drafter.pass_bytes(engine.model.dtype)
+    spans = [Stage(at, 2).layers(stage_sizes(config, engine.model.dtype, None, drafts)) for at in range(2)]
+    ranks = [_Rank(engine, config, Shard(0, 1), spans[at], None, Stage(at, 2), drafter) for at in range(2)]
+    memory, on_cpu = SharedMemory.create(1), msgspec.structs.replace(engine, device="cpu")
+    for at, rank in enumerate(ranks):
+        runner = ModelRunner(on_cpu, Group(0, 1, memory, "", 1.0, stage=Stage(at, 2)))
+        assert rank.layout == runner.kv_layout()
+    runner.load()
+    held = [weight.shape for weight in runner.draft_model.weights().values() if len(weight.shape) > 1]
+    plain = _Rank(engine, config, Shard(0, 1), spans[1], None, Stage(1, 2))
+    borrowed = 0 if drafter.head is None or drafter.head.has_embedding else embedding_bytes(config, "float32")
+    assert ranks[1].weight_bytes - plain.weight_bytes - borrowed == 4 * sum(map(_count, held))
+    told = [estimate(engine, config, Parallelism(pipeline=2), H100, 64, drafter=it) for it in (None, drafter)]
+    assert all(isinstance(it, Estimate) for it in told) and told[1].kv_blocks < told[0].kv_blocks
+
+
+def test_the_command_counts_a_draft_model(tmp_path, capsys):
+    target, draft = written(tmp_path / "target", LLAMA_70B), written(tmp_path / "draft", LLAMA_70B | {"num_hidden_layers": 8})
+    flags = ["--spec-method", "draft_model", "--spec-model", draft, "--spec-tokens", 2]
+    plain, drafting = (said(capsys, target, "--devices", 8, *more)["layouts"] for more in ([], flags))
+    (before,), (after,) = ([it for it in each if it["parallelism"]["tensor"] == 8] for each in (plain, drafting))
+    layer, table = (8192 * 128 * (2 * 64 + 2 * 8) + 3 * 8192 * 28672) * 2, 128256 * 8192 * 2
+    assert after["weight_bytes"] - before["weight_bytes"] == 8 * layer + 2 * table, "all of it on each of 8 ranks"
+    assert after["kv_tokens"] < before["kv_tokens"] / 1.5, "its pages have all 8 KV heads of 8 layers"
+    assert plan([str(target), "--devices", "8", "--spec-method", "mtp"]) == 2
+    assert "has none: num_nextn_predict_layers" in capsys.readouterr().err
 
 
 def test_pipeline_stages_are_divided_by_bytes(tmp_path, checkpoint):

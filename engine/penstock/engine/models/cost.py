@@ -6,6 +6,7 @@ from typing import Final, NamedTuple
 from penstock.engine.config import DType, KVDType
 from penstock.engine.cost import ModelCost, WindowCost
 from penstock.engine.models.config import DecoderConfig
+from penstock.engine.models.head_config import HeadConfig
 from penstock.engine.models.kv import SCALE_BYTES
 from penstock.engine.models.latent_config import LatentConfig
 from penstock.engine.models.layers.shard import Shard
@@ -129,6 +130,29 @@ def draft_bytes(config: DecoderConfig, dtype: DType, logits: int) -> float:
     """Bytes of weights that a pass of a draft model or a head reads, which has so many logits. All of it is on every rank."""
     layers = sum(sum(layer_weights(config, layer, dtype)) for layer in range(config.num_layers))
     return layers + logits * config.hidden_size * _BYTES[dtype]
+
+
+def held_draft_bytes(
+    config: DecoderConfig, head: HeadConfig | None, dtype: DType, quantization: CheckpointQuantization | None = None
+) -> int:
+    """Bytes of all weights of a draft model or a head, as `layer_weights` counts. All of it is on every rank of the last stage.
+
+    Args:
+        config: Of the layers.
+        head: None: a draft model.
+        dtype: Of weights that are not quantized.
+        quantization: How the others are stored.
+    """
+    each, hidden = _BYTES[dtype], config.hidden_size
+    layers = sum(sum(layer_weights(config, layer, dtype, quantization)) for layer in range(config.num_layers))
+    if head is None:
+        return int(layers) + 2 * embedding_bytes(config, dtype)
+    joined = head.states_size + (0 if head.kind == "eagle3" else hidden)
+    if head.kind == "eagle3":  # attention sees the embedding beside the state
+        layers += hidden * config.head_size * (config.num_heads + 2 * config.num_kv_heads) * each
+    logits = head.draft_vocab_size * hidden * each if head.has_lm_head else 0
+    embedding = embedding_bytes(config, dtype) if head.has_embedding else 0
+    return int(layers + joined * hidden * weight_bytes(dtype, quantization)) + logits + embedding
 
 
 def embedding_bytes(config: DecoderConfig, dtype: DType) -> int:

@@ -44,6 +44,7 @@ def plan(argv: list[str]) -> int:
     args = parser().parse_args(argv)
     from penstock.engine.config import ConfigError
     from penstock.engine.planner.planner import Estimate, best, estimate, layouts
+    from penstock.engine.spec.checkpoint import DraftCheckpoint
 
     try:
         engine, config = _engine(args)
@@ -52,8 +53,11 @@ def plan(argv: list[str]) -> int:
             raise ConfigError(f"--context {context} is above --max-model-len {engine.model.max_model_len}")
         if args.num_redundant_experts and config.experts is None:
             raise ConfigError(f"--num-redundant-experts {args.num_redundant_experts}: the model has no experts")
-        every = layouts(config, args.devices, expert=True)
-        told = [estimate(engine, config, it, device, context, args.num_redundant_experts if it.expert else 0) for it in every]
+        drafter = DraftCheckpoint.read(engine.speculative, engine.model)
+        told = [
+            estimate(engine, config, it, device, context, args.num_redundant_experts if it.expert else 0, drafter)
+            for it in layouts(config, args.devices, expert=True)
+        ]
     except ConfigError as error:
         sys.stderr.write(f"penstock plan: {error}\n")
         return 2
@@ -96,6 +100,9 @@ def parser() -> argparse.ArgumentParser:
     add("--max-num-seqs", type=positive, default=256, help="largest number of sequences in a step")
     add("--max-num-batched-tokens", type=positive, default=2048, help="largest number of tokens in a step")
     add("--block-size", type=positive, default=16, help="tokens in a KV block")
+    add("--spec-method", metavar="METHOD", help="draft_model, eagle, eagle3, mtp or auto (None: the checkpoints tell)")
+    add("--spec-model", metavar="MODEL", help="draft model or EAGLE head, as for penstock serve")
+    add("--spec-tokens", type=positive, help="largest number of draft tokens of a request in a step (None: 4)")
     return found
 
 
@@ -115,6 +122,7 @@ def _engine(args: argparse.Namespace) -> "tuple[EngineConfig, DecoderConfig]":
     from penstock.engine.models.config import parse_decoder_config
     from penstock.engine.models.cost import model_cost
     from penstock.engine.quant.parse.config import parse_quantization
+    from penstock.engine.spec.settings import speculative_config
 
     if args.num_redundant_experts < 0:
         raise ConfigError(f"--num-redundant-experts {args.num_redundant_experts} is below 0")
@@ -138,12 +146,14 @@ def _engine(args: argparse.Namespace) -> "tuple[EngineConfig, DecoderConfig]":
         max_model_len=args.max_model_len or longest,
         eos_token_ids=(),
         cost=model_cost(config, dtype, kv_dtype, quantization),
+        load_format="dummy",  # there may be no weights to look at
         stored_quantization=quantization,
     )
     engine = EngineConfig(
         model=model,
         cache=CacheConfig(block_size=args.block_size, memory_utilization=args.gpu_memory_utilization),
         scheduler=SchedulerConfig(max_num_seqs=args.max_num_seqs, max_num_batched_tokens=args.max_num_batched_tokens),
+        speculative=speculative_config(None, args.spec_method, args.spec_tokens, args.spec_model, model),
         device="cuda",
     )
     return engine, config

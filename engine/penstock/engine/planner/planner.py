@@ -20,6 +20,7 @@ from penstock.engine.models.kv import kv_layers
 from penstock.engine.models.layers.shard import Shard, Stage
 from penstock.engine.parallel.sizes import size_problem
 from penstock.engine.roofline import Ceilings, floor_s
+from penstock.engine.spec.checkpoint import DraftCheckpoint
 
 _FLOAT32_BYTES: Final = 4
 _BYTES: Final[dict[DType, int]] = {"bfloat16": 2, "float16": 2, "float32": 4}
@@ -92,7 +93,13 @@ def layouts(config: DecoderConfig, devices: int, *, expert: bool) -> Iterator[Pa
 
 
 def estimate(
-    engine: EngineConfig, config: DecoderConfig, parallelism: Parallelism, device: Device, context: int, redundant: int = 0
+    engine: EngineConfig,
+    config: DecoderConfig,
+    parallelism: Parallelism,
+    device: Device,
+    context: int,
+    redundant: int = 0,
+    drafter: DraftCheckpoint | None = None,
 ) -> Estimate | Refusal:
     """What a layout holds and can reach, or why it is impossible.
 
@@ -103,18 +110,22 @@ def estimate(
         device: Each of the devices.
         context: Tokens of a sequence, prompt and output together, on average.
         redundant: Copies of busy experts, over all ranks of a stage.
+        drafter: A draft model or a head; `speculative` of the engine says how many tokens it drafts.
     """
     model, shard = engine.model, Shard(0, parallelism.tensor)
+    drafts = 0.0
+    if drafter is not None and engine.speculative is not None:
+        drafts = shard.world * engine.speculative.num_speculative_tokens * drafter.pass_bytes(model.dtype)
     if (problem := size_problem(config, parallelism.tensor, whole_experts=parallelism.expert)) is not None:
         return Refusal(parallelism, problem)
     try:
         stages = [Stage(rank, parallelism.pipeline) for rank in range(parallelism.pipeline)]
-        sizes = stage_sizes(config, model.dtype, model.weight_quantization)
+        sizes = stage_sizes(config, model.dtype, model.weight_quantization, drafts)
         spans = [stage.layers(sizes) for stage in stages]
     except ValueError as error:
         return Refusal(parallelism, str(error))
     held = _held_experts(config, parallelism, redundant)
-    ranks = [_Rank(engine, config, shard, span, held, stage) for span, stage in zip(spans, stages, strict=True)]
+    ranks = [_Rank(engine, config, shard, span, held, stage, drafter) for span, stage in zip(spans, stages, strict=True)]
     weights, step = max(rank.weight_bytes for rank in ranks), _step_bytes(engine, config, shard)
     memory = Memory(device.memory_bytes, device.memory_bytes - weights, weights, at_start=device.memory_bytes)
     layout = max((rank.layout for rank in ranks), key=lambda layout: layout.page_bytes)
@@ -159,19 +170,26 @@ class _Rank:
     """The first rank of a stage: no other one of it holds more."""
 
     def __init__(
-        self, engine: EngineConfig, config: DecoderConfig, shard: Shard, layers: range, experts: int | None, stage: Stage
+        self,
+        engine: EngineConfig,
+        config: DecoderConfig,
+        shard: Shard,
+        layers: range,
+        experts: int | None,
+        stage: Stage,
+        drafter: DraftCheckpoint | None = None,
     ) -> None:
         self._config, self._layers, self._shard, self._last = config, layers, shard, stage.last
         model = engine.model
         weights = [layer_weights(config, layer, model.dtype, model.weight_quantization, shard, experts) for layer in layers]
         self._dense, self._experts = sum(it.dense for it in weights), sum(it.experts for it in weights)
         self._head = lm_head_bytes(config, model.dtype, shard) if stage.last else 0
-        embedding = embedding_bytes(config, model.dtype) if stage.first else 0
-        self.weight_bytes = int(self._dense + self._experts) + self._head + embedding
-        kv_dtype = model.kv_dtype or model.dtype
+        borrows = stage.last and drafter is not None and drafter.head is not None and not drafter.head.has_embedding
+        embedding = embedding_bytes(config, model.dtype) if stage.first or borrows else 0
+        own = drafter.held_bytes(model) if stage.last and drafter is not None else 0
+        self.weight_bytes = int(self._dense + self._experts) + self._head + embedding + own
         heads = shard.kv_heads(config.num_kv_heads).size
-        whole = kv_layout(kv_layers(config, heads, kv_dtype, model.max_model_len), engine.cache.block_size)
-        self.layout: KVLayout = whole if stage.world == 1 else whole.part(layers)
+        self.layout = _layout(engine, config, heads, layers, stage, drafter)
         cost = model.cost
         assert cost is not None, "a plan needs the model's cost"
         share = len(layers) / config.num_layers
@@ -208,6 +226,20 @@ class _Rank:
             return work + waits, "exchanges"
         moves = cost.bytes / ceilings.bytes_per_s >= cost.flops / ceilings.flops_per_s
         return work + waits, "bandwidth" if moves else "compute"
+
+
+def _layout(
+    engine: EngineConfig, config: DecoderConfig, heads: int, layers: range, stage: Stage, drafter: DraftCheckpoint | None
+) -> KVLayout:
+    """Of the pages of a rank with so many KV heads: behind the target's layers those of what drafts, in the last stage."""
+    length, kv_dtype = engine.model.max_model_len, engine.model.kv_dtype or engine.model.dtype
+    kept = kv_layers(config, heads, kv_dtype, length)
+    if drafter is not None:
+        kept += kv_layers(drafter.config, drafter.config.num_kv_heads, kv_dtype, length)
+    whole = kv_layout(kept, engine.cache.block_size)
+    if stage.world == 1:
+        return whole
+    return whole.part({*layers, *(range(config.num_layers, len(kept)) if stage.last else ())})
 
 
 def _held_experts(config: DecoderConfig, parallelism: Parallelism, redundant: int) -> int | None:

@@ -45,7 +45,7 @@ from penstock.engine.loading.stream import Uploader
 from penstock.engine.lora.runner import lora_runner
 from penstock.engine.models.build import Build
 from penstock.engine.models.config import DecoderConfig, parse_decoder_config
-from penstock.engine.models.cost import draft_bytes, stage_sizes
+from penstock.engine.models.cost import stage_sizes
 from penstock.engine.models.draft_head import DraftHead
 from penstock.engine.models.heads import draft_head
 from penstock.engine.models.kv import kv_layers
@@ -155,10 +155,9 @@ class RunnerBase(Turns[Runtime, Step, Sampled]):
             return None
         model, drafts = self.config.model, 0.0
         if drafter is not None and self.config.speculative is not None:
-            logits = drafter.config.vocab_size if drafter.head is None else drafter.head.draft_vocab_size
             # Each rank has all of what drafts, and its part of a layer.
             times = self.config.speculative.num_speculative_tokens * self._shard.world
-            drafts = times * draft_bytes(drafter.config, model.dtype, logits)
+            drafts = times * drafter.pass_bytes(model.dtype)
         given = self.decoder_config, model.dtype, model.weight_quantization, drafts
         return self._stage.layers(stage_sizes(*given, lm_head=model.pooling is None))
 
@@ -317,8 +316,8 @@ class RunnerBase(Turns[Runtime, Step, Sampled]):
                 return_free_memory()
             self._fill(source)
         if self._drafter is not None and self._drafter.in_target:
-
             self._load_draft_model(self._drafter)
+
     def check_weights(self, path: str | None) -> str | None:
         """Why weights cannot be read again from there; None: nothing is known against it."""
         try:

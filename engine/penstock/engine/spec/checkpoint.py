@@ -6,12 +6,12 @@ from typing import NamedTuple
 
 from tokenizers import Tokenizer
 
-from penstock.engine.config import ConfigError, ModelConfig, SpeculativeConfig
+from penstock.engine.config import ConfigError, DType, ModelConfig, SpeculativeConfig
 from penstock.engine.loading.checkpoint import tensor_dtypes
 from penstock.engine.loading.images import read_image_settings
 from penstock.engine.loading.json_files import read_object
 from penstock.engine.models.config import DecoderConfig, parse_decoder_config
-from penstock.engine.models.cost import model_cost
+from penstock.engine.models.cost import draft_bytes, held_draft_bytes, model_cost
 from penstock.engine.models.head_config import SPECULATORS, HeadConfig, head_kind, parse_head_config, parse_mtp_config
 from penstock.engine.models.vision.cost import tower_cost
 from penstock.engine.multimodal.settings import ImageSettings
@@ -39,6 +39,14 @@ class DraftCheckpoint(NamedTuple):
     def in_target(self) -> bool:
         """Whether the weights are in the target's checkpoint, and change with it."""
         return self.head is not None and self.head.kind == "mtp"
+
+    def pass_bytes(self, dtype: DType) -> float:
+        """Bytes of weights that each of a step's drafts reads."""
+        return draft_bytes(self.config, dtype, self.config.vocab_size if self.head is None else self.head.draft_vocab_size)
+
+    def held_bytes(self, target: ModelConfig) -> int:
+        """Bytes of its weights, but for norms and biases, beside a target."""
+        return held_draft_bytes(self.config, self.head, target.dtype, target.stored_quantization if self.in_target else None)
 
     def tower_cost(self, target: ModelConfig) -> TowerCost:
         """What both towers take for an image, in tokens of text that take both models as long."""
