@@ -48,12 +48,13 @@ def wait_gone(*pids: int) -> None:
         time.sleep(0.05)
 
 
-@pytest.mark.req("DX-24")
-def test_two_ranks_answer_as_one_process_and_a_death_ends_them_all_by_name(llama, tmp_path):
+@pytest.mark.req("DX-24", "DX-09")
+@pytest.mark.parametrize("flag", ["-tp", "-pp"])
+def test_two_ranks_answer_as_one_process_and_a_death_ends_them_all_by_name(llama, tmp_path, flag):
     with serving(llama, tmp_path / "one.log") as server:
         expected = answers(server)
     assert len(set(expected)) == len(PROMPTS)
-    with serving(llama, tmp_path / "two.log", "-tp", "2") as server:
+    with serving(llama, tmp_path / "two.log", flag, "2") as server:
         assert answers(server) == expected
         core = server.core_pid()
         ranks = children(core)

@@ -10,15 +10,19 @@ import msgspec
 import pytest
 import torch
 from draft_heads import ReferenceHead, ReferenceMtp, Told, save_head
+from lora_adapters import make_adapter
+from quantized_checkpoints import awq
 from stages_here import Stages
-from test_core_with_runner import Engine, requests
+from test_core_with_runner import SCHEDULER, Engine, requests
 from test_draft_heads import HEADS
 from test_draft_model import drafts_pay
 from test_drafts_in_core import K
-from test_pipeline_parallel import NUM_BLOCKS, StagedEngine, config_of
+from test_pipeline_parallel import LORA, NUM_BLOCKS, StagedEngine, config_of, loaded_adapter
 
 from penstock.engine.args import EngineArgs
-from penstock.engine.config import SpeculativeConfig
+from penstock.engine.config import LoraConfig, SpeculativeConfig
+from penstock.engine.core.memory import OffloadSize
+from penstock.engine.messages import AddRequest
 from penstock.engine.sampling import SamplingParams
 
 transformers = pytest.importorskip("transformers")
@@ -29,11 +33,16 @@ BATCH = [it for it in requests(False) if it.index % 3 == 0 or it.index == 1]
 """Of requests with a common prefix one alone: the last entry of a shared block may rest on another one's next token."""
 
 
-def staged(path: Path, monkeypatch, stages: int = 2, **speculative: Any) -> StagedEngine:
+def staged(path: Path, monkeypatch, stages: int = 2, lora: LoraConfig | None = None, **speculative: Any) -> StagedEngine:
     drafts_pay(monkeypatch)
     asked = SpeculativeConfig(num_speculative_tokens=K, **speculative)
-    config = config_of(path, stages, speculative=asked, scheduler=LIMITS)
+    config = config_of(path, stages, speculative=asked, scheduler=LIMITS, lora=lora)
     return StagedEngine(config, Stages(config))
+
+
+def greedily() -> list[AddRequest]:
+    sampling = SamplingParams(max_tokens=24, temperature=0.0)
+    return [msgspec.structs.replace(it, sampling=sampling) for it in requests(False)]
 
 
 @pytest.mark.req("DX-09", "SD-16")
@@ -68,7 +77,7 @@ def test_a_head_in_the_last_stage_drafts_what_plain_torch_does(method, name, sta
 def test_a_draft_model_is_in_the_last_stage_alone(checkpoint, monkeypatch, loaded):
     """The target drafts for itself, and its greedy drafts are right. What it reads leaves the last stage fewer layers."""
     path = checkpoint("qwen3-windows")
-    greedy = [msgspec.structs.replace(it, sampling=SamplingParams(max_tokens=24, temperature=0.0)) for it in requests(False)]
+    greedy = greedily()
     engine = staged(path, monkeypatch, method="draft_model", model=path)
     assert engine.run(greedy) == Engine(loaded("qwen3-windows"), 1, NUM_BLOCKS).run(greedy)
     assert sum(engine.core.stats().step.drafts.accepted) > 150
@@ -77,3 +86,34 @@ def test_a_draft_model_is_in_the_last_stage_alone(checkpoint, monkeypatch, loade
     assert not hasattr(engine.executor.runners[0], "draft_model")
     args = EngineArgs(model=str(path), device="cpu", pipeline_parallel_size=2, spec_method="draft_model", spec_model=str(path))
     assert args.config().depth == 2
+
+
+def test_adapters_and_a_draft_model_share_stages(checkpoint, build_runner, monkeypatch, tmp_path):
+    """The adapter is on the target alone, so its requests' drafts are right less often, and their tokens are its own."""
+    path, batch = checkpoint("llama"), [msgspec.structs.replace(it, lora_id=it.index % 2) for it in greedily()]
+    adapter = make_adapter(tmp_path / "adapter", transformers.AutoModelForCausalLM.from_pretrained(path), seed=1, scale=0.5)
+    whole = Engine(build_runner(path, scheduler=SCHEDULER, lora=LORA), 1, NUM_BLOCKS)
+    engine, found = staged(path, monkeypatch, lora=LORA, method="draft_model", model=path), list[dict[int, list[int]]]()
+    for each in (whole, engine):
+        assert loaded_adapter(each, "a0", adapter) is None
+        found.append(each.run(batch))
+    plain = whole.run(greedily())
+    assert found[0] == found[1] and found[0] != plain
+    assert sum(engine.core.stats().step.drafts.accepted) > 20
+
+
+def test_a_quantized_checkpoint_in_stages_drafts_and_keeps_pages(checkpoint, build_runner, monkeypatch, tmp_path):
+    path, batch = tmp_path / "few", greedily()
+    awq(checkpoint("llama"), path, group=16)
+    expected = Engine(build_runner(path, scheduler=SCHEDULER), 1, NUM_BLOCKS).run(batch)
+    engine = staged(path, monkeypatch, method="draft_model", model=checkpoint("llama"))
+    assert engine.run(batch) == expected
+    assert sum(engine.core.stats().step.drafts.accepted) > 20
+    engine.executor.call("initialize_kv_cache", 30)
+    engine.executor.call("initialize_offload", 400)
+    page = max(layout.page_bytes for layout in engine.executor.call("kv_layout"))
+    small = StagedEngine(engine.executor.config, engine.executor, 30, OffloadSize(400, page))
+    for _ in range(2):
+        assert small.run(batch) == expected
+    told = small.core.stats().offload
+    assert told is not None and told.memory.loaded_bytes > 0 and told.memory.failed_pages == 0
