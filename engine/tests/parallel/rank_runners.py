@@ -1,6 +1,7 @@
 """Fake runners for processes of their own: each with something that goes wrong. No torch."""
 
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -72,6 +73,26 @@ class SeeingRunner(RankRunner):
 
     def follow(self, sampled: SampledTokens) -> None:
         """It has found the same tokens by itself."""
+
+
+class FallingRunner(RankRunner):
+    """The last rank is killed while it starts, where `PENSTOCK_TEST_FALLS` says."""
+
+    def _reached(self, phase: str) -> None:
+        if self._last and os.environ["PENSTOCK_TEST_FALLS"] == phase:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def load(self) -> None:
+        self._reached("load")
+        super().load()
+
+    def profile_memory(self) -> int:
+        self._reached("profile_memory")
+        return super().profile_memory()
+
+    def warm_up(self) -> None:
+        self._reached("warm_up")
+        super().warm_up()
 
 
 class OtherTorch(RankRunner):

@@ -82,6 +82,10 @@ def start(request):
     return make
 
 
+def children() -> set[str]:
+    return {pid for told in Path("/proc/self/task").glob("*/children") for pid in told.read_text().split()}
+
+
 def gone(pids: list[int]) -> bool:
     """Whether none of them is a process any more, not even one that nobody has waited for."""
     return not any(Path(f"/proc/{pid}").exists() for pid in pids)
@@ -207,6 +211,16 @@ def test_a_forward_pass_begins_before_its_masks_are_there(start, eventually, tmp
     assert plan is not None
     engine.executor.submit(plan)
     eventually(begun.exists)
+
+
+@pytest.mark.req("DX-24")
+@pytest.mark.parametrize("phase", ["load", "profile_memory", "warm_up"])
+def test_a_rank_that_is_killed_while_it_starts_ends_the_others(monkeypatch, phase):
+    monkeypatch.setenv("PENSTOCK_TEST_FALLS", phase)
+    before = children()
+    with pytest.raises(GroupFailed, match=r"rank 1 \(process \d+\) was killed by signal 9"):
+        build_executor(config_of(2), "rank_runners:FallingRunner")
+    assert children() <= before
 
 
 @pytest.mark.slow

@@ -222,7 +222,7 @@ def test_every_stage_has_a_plan_and_no_request_two(staged):
     params = SamplingParams(max_tokens=30, temperature=0.0)
     for index in range(6):
         engine.core.handle(AddRequest(index, f"r{index}", [5, 6, 7, index], params, 0.0))
-    in_flight, full = list[set[int]](), 0
+    in_flight, full, turns, busy = list[set[int]](), 0, 0, 0
     submit, collect = executor.submit, executor.collect
 
     def submitted(plan):
@@ -232,8 +232,9 @@ def test_every_stage_has_a_plan_and_no_request_two(staged):
         submit(plan)
 
     def collected():
-        nonlocal full
+        nonlocal full, turns, busy
         full += len(in_flight) == 2 and min(map(len, in_flight)) == 3
+        turns, busy = turns + 1, busy + len(in_flight)
         in_flight.pop(0)
         return collect()
 
@@ -241,6 +242,8 @@ def test_every_stage_has_a_plan_and_no_request_two(staged):
     while engine.core.has_work:
         engine.core.step()
     assert full > 50, "a stage had nothing to do"
+    idle, bubble = 1 - busy / (2 * turns), 1 / (1 + turns)
+    assert idle <= 2 * bubble, "of the stages' turns, those that they fill and empty the pipeline in"
 
 
 @pytest.mark.req("DX-24")

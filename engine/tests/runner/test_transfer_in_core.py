@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 from stages_here import NUM_BLOCKS, Stages
 from test_core_with_runner import SCHEDULER, requests
+from test_draft_model import drafts_pay
+from test_drafts_in_core import K
 
 from penstock.engine.config import ParallelConfig, SpeculativeConfig, TransferConfig
 from penstock.engine.connectors.transfer import reader as reader_module
@@ -365,6 +367,24 @@ def test_each_stage_reads_the_pages_of_its_own_layers(pair, family, stages, tran
     prefill.settle()
     decode.settle()
     assert prefill.told().transfer.expired_leases == 0, "all ranks have released"
+
+
+@pytest.mark.req("PD-04", "DX-09")
+def test_what_a_draft_model_in_the_last_stage_knows_of_a_prompt_is_sent_too(pair, checkpoint, monkeypatch):
+    """Its keys and values are in that stage's pages: the decode replica's drafts are those of a replica that is alone."""
+    drafts_pay(monkeypatch)
+    scheduler = msgspec.structs.replace(SCHEDULER, num_speculative_tokens=K, num_lookahead_tokens=K)
+    speculative = SpeculativeConfig(method="draft_model", num_speculative_tokens=K, model=checkpoint("llama"))
+    prefill, decode, alone = pair(stages=(2, 2, 1), scheduler=scheduler, speculative=speculative)
+    for request in several():
+        alone.add(request)
+        alone.run(request.index)
+        decode.add(msgspec.structs.replace(request, remote=prefill.lend(request)))
+        decode.run(request.index)
+        assert decode.tokens[request.index] == alone.tokens[request.index]
+    told, expected = (side.core.stats().step.drafts for side in (decode, alone))
+    assert (told.drafted, told.accepted) == (expected.drafted, expected.accepted) and sum(told.accepted) > 20
+    assert decode.told().transfer.pulls == 4 and decode.told().transfer.failed_pages == 0
 
 
 @pytest.mark.req("PD-20", "PD-21", "PD-23")
