@@ -138,7 +138,7 @@ def test_ranks_of_a_stage_follow_one_another_and_those_of_a_pipeline_stride():
     assert layout.wires() == [Wire(rank, rank + 4) for rank in range(12)]
     parallel, memory = ParallelConfig(tensor_parallel_size=2, data_parallel_size=2, expert_parallel=True), SharedMemory.create(4)
     places = [(core, rank) for core in range(2) for rank in range(2)]
-    found = [expert_group(CoreExperts(os.dup(memory.fd), core), rank, parallel, 1.0, None) for core, rank in places]
+    found = [expert_group(CoreExperts((os.dup(memory.fd),), core), rank, parallel, 1.0, None) for core, rank in places]
     assert [group.rank for group in found] == [0, 1, 2, 3] and [group.core for group in found] == [0, 0, 1, 1]
 
 

@@ -23,6 +23,7 @@ from penstock.engine.commands import Command, LoadAdapter, ReloadWeights
 from penstock.engine.config import CacheConfig, EngineConfig, LoraConfig, ParallelConfig, SpeculativeConfig
 from penstock.engine.core.core import EngineCore
 from penstock.engine.core.executor import Executor
+from penstock.engine.core.ipc.coupling import Coupling
 from penstock.engine.core.ipc.process import build_executor
 from penstock.engine.core.memory import OffloadSize
 from penstock.engine.core.plan import SampledTokens, SampleInputs
@@ -112,6 +113,19 @@ def test_two_stages_answer_as_one_process_does(name, staged, loaded):
     assert engine.logprobs.keys() == whole.logprobs.keys()
     for index, found in engine.logprobs.items():
         np.testing.assert_allclose(found, whole.logprobs[index], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.req("DX-02", "DX-13")
+def test_the_ranks_of_each_stage_divide_its_experts(request, checkpoint, loaded):
+    """Each whole, among themselves alone: the stages are at different steps."""
+    config = config_of(checkpoint("qwen3-moe"), 2, 2)
+    config = msgspec.structs.replace(config, parallel=msgspec.structs.replace(config.parallel, expert_parallel=True))
+    coupling = Coupling(config.parallel)
+    request.addfinalizer(coupling.close)
+    executor, _ = build_executor(config, experts=coupling.experts(0))
+    request.addfinalizer(executor.close)
+    batch = requests(adjusted=False)[:4]
+    assert StagedEngine(config, executor).run(batch) == Engine(loaded("qwen3-moe"), 1, NUM_BLOCKS).run(batch)
 
 
 @pytest.mark.parametrize(("stages", "ranks", "few"), [(2, 2, 44), (3, 1, 48)])

@@ -44,8 +44,8 @@ class ExpertGroup(NamedTuple):
 class CoreExperts(NamedTuple):
     """What a core knows of the ranks that divide experts."""
 
-    memory: int
-    """File descriptor of what all of them share."""
+    memories: tuple[int, ...]
+    """File descriptors of what all of them share, one for each pipeline stage."""
     core: int
     """Its number."""
     moves: int | None = None
@@ -54,12 +54,14 @@ class CoreExperts(NamedTuple):
     @property
     def descriptors(self) -> tuple[int, ...]:
         """To be passed on to each rank."""
-        return (self.memory,) if self.moves is None else (self.memory, self.moves)
+        return self.memories if self.moves is None else (*self.memories, self.moves)
 
 
-def expert_group(experts: CoreExperts, rank: int, parallel: ParallelConfig, timeout: float, isa: IsaName | None) -> ExpertGroup:
-    """The place of a rank that divides layers with others of its core, where it is the `rank`-th."""
+def expert_group(
+    experts: CoreExperts, rank: int, parallel: ParallelConfig, timeout: float, isa: IsaName | None, stage: int = 0
+) -> ExpertGroup:
+    """The place of a rank that divides the layers of a pipeline stage with others of its core, where it is the `rank`-th."""
     each, world = parallel.tensor_parallel_size, parallel.expert_ranks
     moves = None if experts.moves is None else SharedMemory(experts.moves, world)
-    memory = SharedMemory(experts.memory, world)
+    memory = SharedMemory(experts.memories[stage], world)
     return ExpertGroup(experts.core * each + rank, each, memory, timeout, isa, moves, parallel.eplb)

@@ -79,7 +79,7 @@ class Worker:
                 start.readers,
             )
         if start.experts is not None:
-            groups["expert_group"] = expert_group(start.experts, rank, parallel, patience, config.cpu_isa)
+            groups["expert_group"] = expert_group(start.experts, rank, parallel, patience, config.cpu_isa, number)
         self.runner: Runner = make(config, **groups)
         self._stage, self._tells = stage, stage.last and rank == 0
         self._sampled: deque[StepResult | Pending | StepFailed] = deque()

@@ -17,14 +17,14 @@ class Coupling:
 
     def __init__(self, parallel: ParallelConfig) -> None:
         self._each = parallel.tensor_parallel_size
-        self.memory = SharedMemory.create(parallel.expert_ranks)
+        self.memories = [SharedMemory.create(parallel.expert_ranks) for _ in range(parallel.pipeline_parallel_size)]
         self.moves = None if parallel.eplb is None else SharedMemory.create(parallel.expert_ranks)
         self.waves = Waves(parallel.data_parallel_size)
         self._closed = False
 
     def experts(self, core: int) -> CoreExperts:
         """What a core inherits of the memory."""
-        return CoreExperts(self.memory.fd, core, None if self.moves is None else self.moves.fd)
+        return CoreExperts(tuple(memory.fd for memory in self.memories), core, None if self.moves is None else self.moves.fd)
 
     @property
     def descriptors(self) -> Sequence[int]:
@@ -34,17 +34,17 @@ class Coupling:
     def core_ended(self, core: int) -> None:
         """Has the others know, within milliseconds, that no step of all will come to its end any more."""
         if not self._closed:
-            for memory in self._memories:
+            for memory in self._shared:
                 memory.fail(core * self._each)
 
     @property
-    def _memories(self) -> list[SharedMemory]:
-        return [memory for memory in (self.memory, self.moves) if memory is not None]
+    def _shared(self) -> list[SharedMemory]:
+        return self.memories if self.moves is None else [*self.memories, self.moves]
 
     def close(self) -> None:
         """Lets go of it; safe to call twice."""
         if not self._closed:
             self._closed = True
-            for memory in self._memories:
+            for memory in self._shared:
                 memory.close()
             self.waves.close()
