@@ -21,7 +21,7 @@ def start(checkpoint, build_runner):
     """Starts engines whose KV cache has room for about two of ten requests."""
     cores = []
 
-    def started(folder, family="llama", pages=400, disk=400, worker=False, bucket=None, store=None, stages=1, **model):
+    def started(folder, family="llama", pages=400, disk=400, worker=False, bucket=None, store=None, stages=1, ranks=1, **model):
         runner = build_runner(checkpoint(family), scheduler=SCHEDULER)
         config, page = runner.config, runner.kv_layout().page_bytes
         sizes = {"num_blocks": 24 if family == "llama" else 44, "offload_bytes": pages * page, "disk_folder": folder}
@@ -29,7 +29,8 @@ def start(checkpoint, build_runner):
         sizes |= {"store": store, "store_bytes": 400 * file_bytes(page)}
         cache = msgspec.structs.replace(config.cache, **sizes)
         model = msgspec.structs.replace(config.model, **model)
-        parallel = msgspec.structs.replace(config.parallel, worker_process=worker, pipeline_parallel_size=stages)
+        sizes = {"pipeline_parallel_size": stages, "tensor_parallel_size": ranks}
+        parallel = msgspec.structs.replace(config.parallel, worker_process=worker, **sizes)
         scheduler = msgspec.structs.replace(config.scheduler, pipeline_stages=stages)
         fields = {"cache": cache, "model": model, "parallel": parallel, "scheduler": scheduler, "depth": stages}
         config = msgspec.structs.replace(config, **fields)
@@ -59,6 +60,18 @@ def run(core, batch) -> dict[int, list[int]]:
             for at, index in enumerate(memoryview(frame.indexes).cast("q")):
                 tokens[index] += ids[offsets[at] : offsets[at + 1]]
     return tokens
+
+
+def check_ranks_share(start, tier, **place):
+    """Two ranks keep their halves of each page in a shared place, where two ranks of another replica find them."""
+    batch = requests(adjusted=False)[:2]
+    first = start(None, ranks=2, **place)
+    expected = run(first, batch)
+    assert first.stats().offload.lower[tier].stored_bytes > 0
+    second = start(None, ranks=2, **place)
+    assert run(second, batch) == expected
+    found = second.stats().offload
+    assert found.lower[tier].loaded_bytes > 0 < found.loaded_tokens and found.lower[tier].failed_pages == 0
 
 
 def files(folder):

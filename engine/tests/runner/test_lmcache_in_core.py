@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from counted_pages import count_pages
 from test_core_with_runner import requests
-from test_disk_tier_in_core import run, start  # noqa: F401  a fixture
+from test_disk_tier_in_core import check_ranks_share, run, start  # noqa: F401  a fixture
 
 from penstock.engine.config import ConfigError
 from penstock.engine.connectors import lmcache_protocol, lmcache_store, lookups, lower_tier
@@ -116,6 +116,12 @@ def test_another_replica_loads_from_a_real_server_what_one_has_stored(start, ser
     store._call("UnregisterKvCacheEngineDrivenContext", instance_id=store._instance)  # as the server does after an hour's silence
     run(first, requests(adjusted=False)[6:])
     assert told(first).failed_stores > 0 and told(first).stored_bytes > stored.stored_bytes
+
+
+@pytest.mark.slow
+@pytest.mark.req("KO-30")
+def test_each_rank_keeps_its_part_of_a_page_there(start, servers):  # noqa: F811
+    check_ranks_share(start, "store", store=servers[0].uri)
 
 
 @pytest.mark.slow

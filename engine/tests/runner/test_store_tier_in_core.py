@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from counted_pages import count_pages
 from test_core_with_runner import requests
-from test_disk_tier_in_core import run, start  # noqa: F401  a fixture
+from test_disk_tier_in_core import check_ranks_share, run, start  # noqa: F401  a fixture
 
 from penstock.engine.config import ConfigError
 from penstock.engine.connectors import lookups, lower_tier, mooncake_store
@@ -32,22 +32,22 @@ class Store:
         port, metrics, holder = free_ports(3)
         self.uri = f"mooncake://127.0.0.1:{port}"
         self.master = self._start(MASTER, f"--rpc_port={port}", f"--metrics_port={metrics}")
-        self._wait(port)
+        self._wait(port, self.master)
         master = ("--metadata_server=P2PHANDSHAKE", "--protocol=tcp", f"--master_server_address=127.0.0.1:{port}")
         self.holder = self._start(HOLDER, "--host=127.0.0.1", *master, "--global_segment_size=64MB", f"--port={holder}")
-        self._wait(holder)
+        self._wait(holder, self.holder)
 
     def _start(self, program: Path, *arguments: str) -> subprocess.Popen[bytes]:
         return subprocess.Popen([program, *arguments], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
-    def _wait(self, port: int) -> None:
+    def _wait(self, port: int, process: subprocess.Popen[bytes]) -> None:
         deadline = time.monotonic() + 60
         while True:
             try:
                 socket.create_connection(("127.0.0.1", port), 1).close()
                 return
             except OSError:
-                assert time.monotonic() < deadline
+                assert time.monotonic() < deadline and process.poll() is None
                 time.sleep(0.05)
 
     def close(self) -> None:
@@ -110,6 +110,13 @@ def test_another_replica_loads_from_a_real_store_what_one_has_stored(open_store,
     last = open_store(None, FAMILY, store=shared.uri)
     run(last, batch[:2])
     assert told(last).loaded_bytes == 0, "what is forgotten is forgotten for others, too"
+
+
+@pytest.mark.slow
+@pytest.mark.req("KO-30")
+def test_each_rank_keeps_its_part_of_a_page_there(start, shared, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(lookups, "PATIENCE_S", 30.0)  # their clients connect while the first request waits
+    check_ranks_share(start, "store", store=shared.uri)
 
 
 @pytest.mark.req("KO-31")
