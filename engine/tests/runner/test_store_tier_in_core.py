@@ -2,11 +2,8 @@
 
 import os
 import signal
-import socket
-import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 from counted_pages import count_pages
@@ -18,50 +15,18 @@ from penstock.engine.connectors import lookups, lower_tier, mooncake_store
 from penstock.engine.connectors.mooncake_store import MooncakeStore
 from penstock.engine.connectors.moves import PageFile, page_name
 from penstock.engine.connectors.store_address import store_address
-from testing.ports import free_ports
+from testing.mooncake import Mooncake
 
 FAMILY = "gemma2"
 """It has windows: two groups of pages."""
-MASTER, HOLDER = (Path(sys.executable).with_name(f"mooncake_{part}") for part in ("master", "client"))
-
-
-class Store:
-    """A master, and a process that gives the store memory."""
-
-    def __init__(self) -> None:
-        port, metrics, holder = free_ports(3)
-        self.uri = f"mooncake://127.0.0.1:{port}"
-        self.master = self._start(MASTER, f"--rpc_port={port}", f"--metrics_port={metrics}")
-        self._wait(port, self.master)
-        master = ("--metadata_server=P2PHANDSHAKE", "--protocol=tcp", f"--master_server_address=127.0.0.1:{port}")
-        self.holder = self._start(HOLDER, "--host=127.0.0.1", *master, "--global_segment_size=64MB", f"--port={holder}")
-        self._wait(holder, self.holder)
-
-    def _start(self, program: Path, *arguments: str) -> subprocess.Popen[bytes]:
-        return subprocess.Popen([program, *arguments], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-
-    def _wait(self, port: int, process: subprocess.Popen[bytes]) -> None:
-        deadline = time.monotonic() + 60
-        while True:
-            try:
-                socket.create_connection(("127.0.0.1", port), 1).close()
-                return
-            except OSError:
-                assert time.monotonic() < deadline and process.poll() is None
-                time.sleep(0.05)
-
-    def close(self) -> None:
-        for process in (self.holder, self.master):
-            process.kill()
-            process.wait()
 
 
 @pytest.fixture(scope="module")
 def shared():
     """A store for all tests that leave it whole."""
-    if not MASTER.exists():
+    if not Mooncake.is_installed():
         pytest.skip("Mooncake is not installed: make kv-parts")
-    store = Store()
+    store = Mooncake()
     yield store
     store.close()
 
@@ -144,14 +109,14 @@ def test_other_bytes_in_the_store_are_computed_again_and_replaced(open_store, sh
 
 @pytest.mark.req("KO-31")
 def test_a_store_that_hangs_or_dies_costs_computation_and_is_told(start, open_store, monkeypatch, caplog):  # noqa: F811
-    if not MASTER.exists():
+    if not Mooncake.is_installed():
         pytest.skip("Mooncake is not installed: make kv-parts")
     for name in ("PATIENCE_S", "SLOW_S"):
         monkeypatch.setattr(lookups, name, 0.2)
     monkeypatch.setattr(mooncake_store, "TIMEOUT_S", 0.5)
     monkeypatch.setattr(lower_tier, "PAUSE_S", 0.2)
     batch = requests(adjusted=False)[:4]
-    store = Store()
+    store = Mooncake()
     try:
         core = open_store(None, store=store.uri)
         expected = run(core, batch)
