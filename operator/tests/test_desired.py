@@ -287,10 +287,6 @@ def test_data_parallel_ranks_on_cpus_have_a_port_of_events_and_memory_each(make:
             {"pipeline": 2, "data": 2},
             "parallelism.expert.enabled (it does not go with parallelism.pipeline and parallelism.data together)",
         ),
-        (
-            {"tensor": 2, "pipeline": 2, "expert": {"enabled": True, "eplb": {}}},
-            "parallelism.expert.eplb (it does not go with parallelism.pipeline)",
-        ),
         ({"data": 2, "expert": {"enabled": True, "redundant": 2}}, None),
         ({"expert": {"enabled": True, "redundant": 2}}, "parallelism.expert.redundant (it needs tensor times data above 1)"),
         ({"expert": {"enabled": True, "eplb": {}}}, "parallelism.expert.eplb (it needs tensor times data above 1)"),

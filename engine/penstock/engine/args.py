@@ -428,8 +428,6 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
                 f"--enable-expert-parallel with --data-parallel-size {self.data_parallel_size} does not go with "
                 f"--pipeline-parallel-size {stages}: cores that divide experts make one step after the other, all together"
             )
-        if stages > 1 and self.enable_eplb:
-            raise ConfigError(f"--enable-eplb does not go with --pipeline-parallel-size {stages} so far")
         if self.async_scheduling and self.data_parallel_size > 1:
             raise ConfigError("--async-scheduling: cores that divide experts make one step after the other, all of them together")
 

@@ -1,5 +1,7 @@
 """What a core counts, as it tells the frontend (msgpack). Counts are since the start."""
 
+from collections.abc import Sequence
+
 import msgspec
 
 from penstock.api.load_report import LoadReport, WaitingReason
@@ -90,6 +92,16 @@ class ExpertStats(msgspec.Struct, frozen=True, array_like=True):
     rebalances: int
     moved_bytes: int
     """Bytes of weights that ranks have taken from other ranks."""
+
+    @classmethod
+    def of_stages(cls, told: Sequence["ExpertStats | None"]) -> "ExpertStats | None":
+        """Of all pipeline stages, where the least even one counts; None: experts stay where they are."""
+        found = [it for it in told if it is not None and it.served]  # the others have layers without experts
+        if not found:
+            return next(iter(told), None)
+        served = [sum(of_rank) for of_rank in zip(*(it.served for it in found), strict=True)]
+        rebalances, moved = max(it.rebalances for it in found), sum(it.moved_bytes for it in found)
+        return cls(served, min(it.balancedness for it in found), rebalances, moved)
 
 
 class Buckets(msgspec.Struct, frozen=True, array_like=True):

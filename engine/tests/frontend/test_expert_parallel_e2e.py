@@ -135,15 +135,7 @@ def test_what_cannot_be_divided_is_refused_with_the_arithmetic(mixtral):
         model=str(Path(__file__).parents[3] / "examples/models/penstock-tiny"),
     )
     refused("5 experts are fewer than the 6 ranks", data_parallel_size=6)
-    stages = {"pipeline_parallel_size": 2}
-    refused("--data-parallel-size 2 does not go with --pipeline-parallel-size 2", data_parallel_size=2, **stages)
-    refused(
-        "--enable-eplb does not go with --pipeline-parallel-size 2",
-        tensor_parallel_size=2,
-        enable_eplb=True,
-        eplb_config={"num_redundant_experts": 1},
-        **stages,
-    )
+    refused("--data-parallel-size 2 does not go with --pipeline-parallel-size 2", data_parallel_size=2, pipeline_parallel_size=2)
     eplb = {"enable_eplb": True, "data_parallel_size": 2}
     words = r"5 experts \+ num_redundant_experts 2 cannot be divided among 2 ranks; possible numbers: 1, 3, 5$"
     refused(words, **eplb, eplb_config={"num_redundant_experts": 2})

@@ -20,7 +20,7 @@ from stages_here import Stages
 from test_core_with_runner import SCHEDULER, Engine, requests
 
 from penstock.engine.commands import Command, LoadAdapter, ReloadWeights
-from penstock.engine.config import CacheConfig, EngineConfig, LoraConfig, ParallelConfig, SpeculativeConfig
+from penstock.engine.config import CacheConfig, EngineConfig, EplbConfig, LoraConfig, ParallelConfig, SpeculativeConfig
 from penstock.engine.core.core import EngineCore
 from penstock.engine.core.executor import Executor
 from penstock.engine.core.ipc.coupling import Coupling
@@ -42,6 +42,7 @@ from penstock.engine.sampling import SamplingParams
 from penstock.kernels.cpu.tape import Tape
 
 NUM_BLOCKS = 100
+EPLB = EplbConfig(window_size=4, step_interval=4, num_redundant_experts=1)
 NAMES = [
     "llama",
     "qwen3-windows",
@@ -115,17 +116,27 @@ def test_two_stages_answer_as_one_process_does(name, staged, loaded):
         np.testing.assert_allclose(found, whole.logprobs[index], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.req("DX-02", "DX-13")
-def test_the_ranks_of_each_stage_divide_its_experts(request, checkpoint, loaded):
-    """Each whole, among themselves alone: the stages are at different steps."""
-    config = config_of(checkpoint("qwen3-moe"), 2, 2)
-    config = msgspec.structs.replace(config, parallel=msgspec.structs.replace(config.parallel, expert_parallel=True))
+@pytest.mark.req("DX-02", "DX-13", "DX-21")
+@pytest.mark.parametrize("eplb", mostly_slow([None, EPLB], (EPLB,)))
+def test_the_ranks_of_each_stage_divide_its_experts(request, checkpoint, loaded, eplb):
+    """Each whole, among themselves alone: the stages are at different steps. Experts that move change no stream."""
+    config = config_of(checkpoint("mixtral"), 2, 2)
+    parallel = msgspec.structs.replace(config.parallel, expert_parallel=True, eplb=eplb)
+    config = msgspec.structs.replace(config, parallel=parallel)
     coupling = Coupling(config.parallel)
     request.addfinalizer(coupling.close)
     executor, _ = build_executor(config, experts=coupling.experts(0))
     request.addfinalizer(executor.close)
     batch = requests(adjusted=False)[:4]
-    assert StagedEngine(config, executor).run(batch) == Engine(loaded("qwen3-moe"), 1, NUM_BLOCKS).run(batch)
+    engine = StagedEngine(config, executor)
+    assert engine.run(batch) == Engine(loaded("mixtral"), 1, NUM_BLOCKS).run(batch)
+    stages, told = executor.call_beside("expert_stats")[::2], engine.core.stats().experts
+    if eplb is not None:
+        assert all(it.rebalances > 0 and it.moved_bytes > 0 for it in stages)
+        assert told is not None and told.moved_bytes == sum(it.moved_bytes for it in stages)
+        assert told.served == [sum(it.served[rank] for it in stages) for rank in range(2)]
+    else:
+        assert told is None
 
 
 @pytest.mark.parametrize(("stages", "ranks", "few"), [(2, 2, 44), (3, 1, 48)])

@@ -116,12 +116,9 @@ def _pool(pool: Pool, *, transfers: bool) -> Iterator[str]:
         yield f"{path}.parallelism.expert.enabled (experts are spread on CPUs alone)"
     elif ranks.expert.enabled and ranks.pipeline != 1 and ranks.data != 1:
         yield f"{path}.parallelism.expert.enabled (it does not go with parallelism.pipeline and parallelism.data together)"
-    if ranks.expert.balancing is not None:
-        field = f"{path}.parallelism.expert.{'redundant' if ranks.expert.eplb is None else 'eplb'}"
-        if ranks.tensor * ranks.data == 1:
-            yield f"{field} (it needs tensor times data above 1)"
-        elif ranks.pipeline != 1 and not pool.has_devices:
-            yield f"{field} (it does not go with parallelism.pipeline)"
+    if ranks.expert.balancing is not None and ranks.tensor * ranks.data == 1:
+        field = "redundant" if ranks.expert.eplb is None else "eplb"
+        yield f"{path}.parallelism.expert.{field} (it needs tensor times data above 1)"
     if ranks.nodes != 1 and ranks.data != 1:
         yield f"{path}.parallelism.data (only 1 works with several nodes)"
     if ranks.nodes != 1 and ranks.expert.enabled:

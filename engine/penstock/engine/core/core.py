@@ -46,7 +46,7 @@ from penstock.engine.messages import (
     StepOutputs,
 )
 from penstock.engine.roofline import Ceilings
-from penstock.engine.stats import CoreStats
+from penstock.engine.stats import CoreStats, ExpertStats
 from penstock.prompt.hashing import BlockHasher
 
 MAX_FAILURES = 3
@@ -124,6 +124,7 @@ class EngineCore:
         self._wave = wave
         # All ranks of all cores have counted the same.
         self._tells_experts = config.parallel.eplb is not None and engine_index == 0
+        self._tensor_ranks = config.parallel.tensor_parallel_size
         self._epoch = epoch
         self._engine_index = engine_index
         self._step_meter = StepMeter(config.model.cost, ceilings, config.scheduler.num_speculative_tokens)
@@ -342,8 +343,12 @@ class EngineCore:
             grammars=self._grammars.stats(),
             encoder=scheduler.encoder_stats(),
             offload=None if self._offload is None else self._offload.stats(),
-            experts=self._executor.call_beside("expert_stats")[0] if self._tells_experts else None,
+            experts=self._expert_stats() if self._tells_experts else None,
         )
+
+    def _expert_stats(self) -> ExpertStats | None:
+        told: list[ExpertStats | None] = self._executor.call_beside("expert_stats")
+        return ExpertStats.of_stages(told[:: self._tensor_ranks])
 
     def _tier_speed(self, medium: Medium) -> float:
         return 0.0 if self._offload is None else self._offload.tokens_per_s(medium, time.time())

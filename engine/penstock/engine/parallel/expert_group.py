@@ -48,13 +48,13 @@ class CoreExperts(NamedTuple):
     """File descriptors of what all of them share, one for each pipeline stage."""
     core: int
     """Its number."""
-    moves: int | None = None
-    """File descriptor of what they share to move experts; None: experts stay where they are."""
+    moves: tuple[int, ...] = ()
+    """The same of what they share to move experts; empty: experts stay where they are."""
 
     @property
     def descriptors(self) -> tuple[int, ...]:
         """To be passed on to each rank."""
-        return self.memories if self.moves is None else (*self.memories, self.moves)
+        return (*self.memories, *self.moves)
 
 
 def expert_group(
@@ -62,6 +62,6 @@ def expert_group(
 ) -> ExpertGroup:
     """The place of a rank that divides the layers of a pipeline stage with others of its core, where it is the `rank`-th."""
     each, world = parallel.tensor_parallel_size, parallel.expert_ranks
-    moves = None if experts.moves is None else SharedMemory(experts.moves, world)
+    moves = SharedMemory(experts.moves[stage], world) if experts.moves else None
     memory = SharedMemory(experts.memories[stage], world)
     return ExpertGroup(experts.core * each + rank, each, memory, timeout, isa, moves, parallel.eplb)

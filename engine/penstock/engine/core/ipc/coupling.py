@@ -17,14 +17,16 @@ class Coupling:
 
     def __init__(self, parallel: ParallelConfig) -> None:
         self._each = parallel.tensor_parallel_size
-        self.memories = [SharedMemory.create(parallel.expert_ranks) for _ in range(parallel.pipeline_parallel_size)]
-        self.moves = None if parallel.eplb is None else SharedMemory.create(parallel.expert_ranks)
+        stages, world = range(parallel.pipeline_parallel_size), parallel.expert_ranks
+        self.memories = [SharedMemory.create(world) for _ in stages]
+        self.moves = [SharedMemory.create(world) for _ in stages if parallel.eplb is not None]
         self.waves = Waves(parallel.data_parallel_size)
         self._closed = False
 
     def experts(self, core: int) -> CoreExperts:
         """What a core inherits of the memory."""
-        return CoreExperts(tuple(memory.fd for memory in self.memories), core, None if self.moves is None else self.moves.fd)
+        exchange, moves = (tuple(memory.fd for memory in each) for each in (self.memories, self.moves))
+        return CoreExperts(exchange, core, moves)
 
     @property
     def descriptors(self) -> Sequence[int]:
@@ -39,7 +41,7 @@ class Coupling:
 
     @property
     def _shared(self) -> list[SharedMemory]:
-        return self.memories if self.moves is None else [*self.memories, self.moves]
+        return [*self.memories, *self.moves]
 
     def close(self) -> None:
         """Lets go of it; safe to call twice."""
