@@ -20,7 +20,15 @@ from stages_here import Stages
 from test_core_with_runner import SCHEDULER, Engine, requests
 
 from penstock.engine.commands import Command, LoadAdapter, ReloadWeights
-from penstock.engine.config import CacheConfig, EngineConfig, EplbConfig, LoraConfig, ParallelConfig, SpeculativeConfig
+from penstock.engine.config import (
+    CacheConfig,
+    ConfigError,
+    EngineConfig,
+    EplbConfig,
+    LoraConfig,
+    ParallelConfig,
+    SpeculativeConfig,
+)
 from penstock.engine.core.core import EngineCore
 from penstock.engine.core.executor import Executor
 from penstock.engine.core.ipc.coupling import Coupling
@@ -238,6 +246,17 @@ def test_a_checkpoint_that_lacks_a_tensor_of_one_stage_changes_nothing(checkpoin
     save_file(turned, tmp_path / "copy" / "model.safetensors")
     assert told(engine, ReloadWeights(str(tmp_path / "copy"))) is None
     assert engine.run(batch) != expected
+
+
+def test_a_start_is_refused_where_one_stage_lacks_a_tensor(checkpoint, tmp_path):
+    """As one process refuses it: bad input, and no failure of the engine."""
+    path = tmp_path / "copy"
+    shutil.copytree(checkpoint("llama"), path)
+    tensors = load_file(path / "model.safetensors")
+    lacking = "model.layers.1.mlp.up_proj.weight"
+    save_file({name: value for name, value in tensors.items() if name != lacking}, path / "model.safetensors")
+    with pytest.raises(ConfigError, match=f"rank 1 alone has refused load: .* lacks the tensors {re.escape(lacking)}"):
+        build_executor(config_of(path, 2))
 
 
 @pytest.mark.req("DX-10")

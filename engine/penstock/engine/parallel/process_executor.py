@@ -15,7 +15,7 @@ from penstock.engine.config import ConfigError, EngineConfig
 from penstock.engine.core.executor import Runner, StepFailed
 from penstock.engine.core.plan import SampledTokens, SampleInputs, StepPlan, StepResult
 from penstock.engine.parallel import words
-from penstock.engine.parallel.errors import GroupFailed
+from penstock.engine.parallel.errors import GroupFailed, RankRefused
 from penstock.engine.parallel.expert_group import CoreExperts
 from penstock.engine.parallel.fingerprint import Fingerprint, check_same, fingerprint
 from penstock.engine.parallel.layout import Layout
@@ -251,7 +251,8 @@ class ProcessExecutor:
             raise error(refusals[0].message)
         for rank, reply in zip(self._ranks, replies, strict=True):
             if isinstance(reply, Refused):
-                self._end(rank, f"{rank.name} alone has refused {method}: {reply.message}")
+                kind = RankRefused if reply.kind == "ConfigError" else GroupFailed
+                self._end(rank, f"{rank.name} alone has refused {method}: {reply.message}", kind)
         kind = get_type_hints(getattr(Runner, method))["return"]
         return [words.decode_value(reply.value, kind) for reply in replies if isinstance(reply, Answer)]
 
@@ -261,11 +262,11 @@ class ProcessExecutor:
         self._listen(_LISTEN_MS, hurried=False)  # what it said last
         self._end(self._ranks[gone.rank], f"{self._ranks[gone.rank].full_name} {gone.how}")
 
-    def _end(self, cause: _Rank, message: str) -> NoReturn:
+    def _end(self, cause: _Rank, message: str, kind: type[GroupFailed] = GroupFailed) -> NoReturn:
         """Ends all processes, and raises with what has happened."""
         for node in reversed(self._nodes):
             node.end(cause.number)
-        raise GroupFailed(message)
+        raise kind(message)
 
 
 def start_nodes(

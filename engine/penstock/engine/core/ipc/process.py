@@ -34,6 +34,7 @@ from penstock.engine.core.memory import check_weights_fit, least, measure_memory
 from penstock.engine.core.wave import Wave
 from penstock.engine.loading.bandwidth import load_floor_s
 from penstock.engine.messages import CoreFailed, CoreReady, CoreStart
+from penstock.engine.parallel.errors import RankRefused
 from penstock.engine.parallel.expert_group import CoreExperts, expert_group
 from penstock.engine.parallel.process_executor import ProcessExecutor
 
@@ -201,6 +202,9 @@ def build_executor(
         boot.end("cache")
         executor.call("warm_up")
         boot.end("warm_up")
+    except RankRefused as error:  # what is wrong with the input, one rank alone may see
+        executor.close()
+        raise ConfigError(str(error)) from error
     except BaseException:
         executor.close()
         raise
