@@ -18,7 +18,7 @@ constexpr int kPanel = 16, kTogether = 4;
 constexpr int kQuad = kPanel * kTogether;  // bytes of a panel for a quad of inputs
 constexpr int kOffset = 128;               // what is added to inputs
 constexpr int64_t kBlock = 96;             // rows that meet all weights before the next rows
-constexpr int kAhead = 1024;               // bytes that are fetched ahead of a panel's weights
+constexpr int kAhead = 2048;               // bytes that are fetched ahead of a panel's weights
 
 // A panel's sums are kVectors vectors. `add_products` adds to one of them what its part of a quad's weights and the inputs give.
 #if defined(__AVX512VNNI__)

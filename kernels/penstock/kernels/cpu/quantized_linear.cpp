@@ -23,7 +23,7 @@ using namespace penstock;
 constexpr int kPanel = 16;      // outputs
 constexpr int kMaxRows = 4;     // of a tile
 constexpr int64_t kBlock = 64;  // rows that meet all weights before the next rows
-constexpr int kAhead = 1024;    // bytes that are fetched ahead of a panel's weights
+constexpr int kAhead = 2048;    // bytes that are fetched ahead of a panel's weights
 constexpr int kSums = kRegisters == 32 ? 24 : 12;
 
 // Whether the products of a pair are added by one instruction.
