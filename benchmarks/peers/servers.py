@@ -45,7 +45,7 @@ def llama_cpp(model: Path, isa: Isa | None) -> Launch | str:
     """llama.cpp's server on the same weights as GGUF."""
     if isa is not None:
         return "compiled for this machine's CPU, with no switch to a lesser instruction set"
-    python, server = install.python("llama-cpp"), install.llama_server()
+    python, server = install.python("llama-cpp"), install.llama_program("llama-server")
     if python is None or server is None:
         return "not installed: make bench-peers ARGS=llama-cpp"
     weights = made_of(model, "model.gguf", lambda target: [python, "-m", "peers.to_gguf", model, target])

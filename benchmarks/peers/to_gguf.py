@@ -1,5 +1,6 @@
-"""A Llama checkpoint as a GGUF file for llama.cpp: the same weights, in bf16. Usage: to_gguf MODEL TARGET
+"""A Llama checkpoint as a GGUF file for llama.cpp. Usage: to_gguf MODEL TARGET [KIND]
 
+KIND is a GGUF type, such as Q8_0, for the matrices of layers; without it they keep bf16, as all else does.
 Runs in the environment of llama.cpp, which has no torch: bf16 stays as raw bytes.
 """
 
@@ -10,6 +11,7 @@ from typing import Any
 
 import numpy as np
 from gguf import GGMLQuantizationType, GGUFWriter, LlamaFileType, TokenType
+from gguf.quants import quantize
 
 _NAMES = {
     "model.embed_tokens": "token_embd",
@@ -55,8 +57,8 @@ def rename(name: str) -> str:
     return f"{_NAMES[stem]}.weight"
 
 
-def add_weights(writer: GGUFWriter, model: Path, config: dict[str, Any]) -> None:
-    """Matrices as bf16, norms as fp32, which llama.cpp insists on."""
+def add_weights(writer: GGUFWriter, model: Path, config: dict[str, Any], kind: GGMLQuantizationType) -> None:
+    """Matrices of layers as `kind`, other matrices as bf16, and norms as fp32, which llama.cpp insists on."""
     heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
     for name, weight in tensors(model / "model.safetensors").items():
         if weight.ndim == 1:
@@ -64,6 +66,10 @@ def add_weights(writer: GGUFWriter, model: Path, config: dict[str, Any]) -> None
             continue
         part = name.split(".")[-2]
         ordered = interleave(weight, heads[part]) if part in heads else weight
+        if ".layers." in name and kind is not GGMLQuantizationType.BF16:
+            wide = (ordered.astype(np.uint32) << 16).view(np.float32)
+            writer.add_tensor(rename(name), quantize(wide, kind), raw_dtype=kind)
+            continue
         raw = np.ascontiguousarray(ordered).view(np.uint8)
         writer.add_tensor(rename(name), raw, raw_dtype=GGMLQuantizationType.BF16)
 
@@ -85,10 +91,10 @@ def add_tokenizer(writer: GGUFWriter, model: Path, config: dict[str, Any]) -> No
 
 def main() -> None:
     """Writes the file."""
-    model, target = Path(sys.argv[1]), Path(sys.argv[2])
+    model, target, kind = Path(sys.argv[1]), Path(sys.argv[2]), (*sys.argv[3:], "BF16")[0]
     config = json.loads((model / "config.json").read_text())
     writer = GGUFWriter(target, "llama")
-    writer.add_file_type(LlamaFileType.MOSTLY_BF16)
+    writer.add_file_type(LlamaFileType[f"MOSTLY_{kind}"])
     writer.add_vocab_size(config["vocab_size"])
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
@@ -100,7 +106,7 @@ def main() -> None:
     writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     add_tokenizer(writer, model, config)
-    add_weights(writer, model, config)
+    add_weights(writer, model, config, GGMLQuantizationType[kind])
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -16,6 +16,8 @@ void penstock_prepare_kv(int, const void*, const void*, const void*, int64_t, in
                          const float*, const float*, int64_t, const float*, const float*, const float*, float, int64_t, int64_t, int64_t, int64_t,
                          int64_t, int64_t);
 void penstock_linear(int, const void*, const void*, const void*, void*, int64_t, int64_t, int64_t);
+void penstock_integer_linear(int, const void*, const int8_t*, const float*, const int32_t*, const int8_t*, const void*, const float*,
+                             const float*, void*, int64_t, int64_t, int64_t, int64_t, int64_t, int);
 void penstock_head_linear(int, const void*, int64_t, int64_t, const void*, int64_t, void*, int64_t, int64_t, int64_t, int64_t);
 void penstock_route(int, const void*, const float*, int32_t*, float*, int64_t, int64_t, int64_t, int, int, int64_t, int64_t, int64_t, float);
 void penstock_experts(int, const void*, const int32_t*, const float*, const int64_t*, const int64_t*, const int64_t*, const int64_t*, void*,
@@ -91,6 +93,19 @@ void run(int dtype) {
       penstock_linear(dtype, x.data(), weight.data(), bias.data(), out.data(), rows, 100, inputs);
       out.print("linear");
     }
+  {
+    constexpr int64_t kRows = 7, kOutputs = 37, kPanels = 3, kInputs = 70, kQuads = 18;
+    Array x(dtype, kRows * kInputs), bias(dtype, kOutputs), out(dtype, kRows * kOutputs);
+    std::vector<int8_t> values(kPanels * kQuads * 64), zeros(kPanels * 16);
+    for (int8_t& value : values) value = static_cast<int8_t>(any() * 128.0f);
+    for (int8_t& zero : zeros) zero = static_cast<int8_t>(any() * 8.0f);
+    std::vector<int32_t> sums(kPanels * 16);
+    for (size_t i = 0; i < values.size(); ++i) sums[i / (kQuads * 64) * 16 + i / 4 % 16] += values[i];
+    const std::vector<float> scales = floats(kPanels * 16);
+    penstock_integer_linear(dtype, x.data(), values.data(), scales.data(), sums.data(), zeros.data(), bias.data(), nullptr, nullptr,
+                            out.data(), kRows, kOutputs, kInputs, kInputs, 0, 0);
+    out.print("integers");
+  }
   {
     constexpr int64_t kTokens = 6, kExperts = 4, kChosen = 2, kHidden = 34, kInner = 24;
     Array logits(dtype, kTokens * kExperts), x(dtype, kTokens * kHidden), out(dtype, kTokens * kHidden);
