@@ -93,7 +93,7 @@ def measure(count: int, blocks: int) -> dict[str, float]:
     )
     row: dict[str, float] = {"replicas": count, "look-up": microseconds(lambda: state.residency.spans(hashes))}
     for policy in POLICIES:
-        row[policy] = microseconds(lambda policy=policy: choose(state.slate(MODEL, request, 0.5), policy))
+        row[policy] = microseconds(lambda policy=policy: choose(state.slates.of(MODEL, request, 0.5), policy))
     row["known prompt"] = pick_of(state, hashes)
     if (compiled := installed()) is not None:
         row["the same, compiled"] = pick_of(*world(count, blocks, compiled))
@@ -104,7 +104,7 @@ def pick_of(state: FleetState, hashes: list[bytes]) -> float:
     """Microseconds from a prompt's hashes to the choice."""
     prompt = Prompt(PROMPT_BLOCKS * BLOCK + 1, tuple(hashes))
     request = RequestView(id="r", path="", model="m", prompts=(prompt,), block_size=BLOCK)
-    return microseconds(lambda: choose(state.slate(MODEL, request, 0.5), "Cost"))
+    return microseconds(lambda: choose(state.slates.of(MODEL, request, 0.5), "Cost"))
 
 
 def main() -> None:

@@ -54,7 +54,7 @@ const BOOKED_TRANSFERS: usize = 21;
 pub const CORRECTION: usize = 27;
 
 const GRACE_S: f64 = 2.0;
-const HALF_LIFE_S: f64 = 5.0;
+const HALF_S: f64 = 5.0;
 const ROWS_PER_STEP: f64 = 16.0;
 const KV_CLIFF: f64 = 0.9;
 const EVICTION: f64 = 1.0;
@@ -85,7 +85,8 @@ pub fn fold(figure: impl Fn(usize) -> f64, rates: &Rates, block_size: f64, now: 
     let (heard_at, step_s, s_per_token) = (figure(HEARD_AT), figure(STEP_S), figure(S_PER_TOKEN));
     let (running, waiting, booked_requests) = (figure(RUNNING), figure(WAITING), figure(BOOKED_REQUESTS));
     let (booked_tokens, worth) = (figure(BOOKED_TOKENS), figure(CORRECTION));
-    let trusted = 2f64.powf(-((now - heard_at - GRACE_S).max(0.0) / HALF_LIFE_S));
+    let aged = (now - heard_at - GRACE_S).max(0.0) / HALF_S;
+    let trusted = 1.0 / (1.0 + aged * aged);
     let (at_least_one, held) = (running.max(1.0), figure(HELD_BLOCKS).max(1.0));
     let booked = booked_tokens + figure(BOOKED_TRANSFERS);
     let coming = waiting + booked_requests + 1.0;

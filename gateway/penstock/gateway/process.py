@@ -237,7 +237,7 @@ class Gateway:
 
     def _failed(self, routed: Routed, status: int, entry: HTTPAccessLogEntry) -> Failure:
         """A request that a replica did not serve."""
-        replica = self._follower.state.replicas().get(routed.booking.key)
+        replica = self._follower.state.directory.replicas.get(routed.booking.key)
         return Failure(
             time=time.time(),
             request_id=routed.booking.request_id,
@@ -285,7 +285,7 @@ class Gateway:
             await asyncio.sleep(EXPIRY_TICK_S)
             self._follower.state.bookings.expire(time.monotonic())
             self._underway.sweep(time.monotonic())
-            await self._serve_pools(self._follower.state.fleet.inference_pools)
+            await self._serve_pools(self._follower.state.directory.fleet.inference_pools)
             self._follower.state.residency.sweep(SWEPT_AT_ONCE)
             self._follower.state.tiers.sweep(SWEPT_AT_ONCE)
             self._follower.state.beliefs.history.expire(time.monotonic())

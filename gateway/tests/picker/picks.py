@@ -15,7 +15,7 @@ from penstock.gateway.picker.columns import ARRIVALS_S, Columns
 from penstock.gateway.picker.cost import HORIZON_TOKENS
 from penstock.gateway.picker.figures import PRIOR_OUTPUT_TOKENS, PRIOR_PREFILL_TOKENS_PER_S, PRIOR_QUEUE_S, PRIOR_STEP_S
 from penstock.gateway.picker.outliers import Standing
-from penstock.gateway.picker.price import CROWDING, EVICTION, GRACE_S, HALF_LIFE_S, KV_CLIFF, ROWS_PER_STEP
+from penstock.gateway.picker.price import CROWDING, EVICTION, GRACE_S, HALF_S, KV_CLIFF, ROWS_PER_STEP
 from penstock.gateway.picker.request import Prompt, RequestView
 from penstock.gateway.picker.slate import Slate, slate_of
 
@@ -153,7 +153,7 @@ def cost(fleet: Sequence[Known], known: Known, asked: RequestView, sent: int = 0
     r = known.report
     rate = max((r.prefill_tokens_per_s if r else 0.0) or common_rate, 1.0)
     step = (r.decode_step_s if r else 0.0) or common_step
-    trust = 0.5 ** (max(known.report_age_s - GRACE_S, 0.0) / HALF_LIFE_S) if r else 0.0
+    trust = 1 / (1 + (max(known.report_age_s - GRACE_S, 0.0) / HALF_S) ** 2) if r else 0.0
     fresh = asked.prompt_tokens - known.resident_tokens
     tokens = known.booked.prefill_tokens + fresh
     running = r.num_requests_running if r else 0

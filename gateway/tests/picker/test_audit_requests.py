@@ -97,7 +97,7 @@ async def test_no_part_of_a_request_gets_into_the_log(world: Any, audit_log: Pat
 
 async def test_who_leaves_and_who_is_turned_away_early_have_their_lines(world: Any, audit_log: Path) -> None:
     world.fleet(hold_timeout_s=60.0)
-    await world.until(lambda: world.state.names.get("tiny"))
+    await world.until(lambda: world.state.directory.names.get("tiny"))
     waiting = world.stream()
     asked = asyncio.create_task(waiting.ask(world.completion(), **KEY))
     await world.until(lambda: world.state.held)

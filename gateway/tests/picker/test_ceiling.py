@@ -29,7 +29,7 @@ async def test_too_many_streams_and_too_many_bytes_are_503_by_name(world: Any) -
 
 async def test_bodies_that_wait_count(world: Any) -> None:
     world.fleet(hold_timeout_s=60.0)
-    await world.until(lambda: world.state.names.get("tiny"))
+    await world.until(lambda: world.state.directory.names.get("tiny"))
     ceiling: Ceiling = world.gateway._extproc._ceiling
     stream = world.stream()
     asked = asyncio.create_task(stream.ask(world.completion()))

@@ -289,10 +289,10 @@ def test_a_replica_that_was_heard_once_is_later_taken_to_be_like_the_others() ->
     busy = report(prefill_backlog_tokens=2_000, num_requests_running=8, decode_step_s=0.04)
     fresh, old, never = Known(1, report=busy), Known(2, report=report(decode_step_s=0.01), report_age_s=200.0), Known(3)
     cost = estimate(slate([fresh, old, never]))
-    assert cost.ttft_s[1] == pytest.approx(cost.ttft_s[0]) == pytest.approx(cost.ttft_s[2])
-    assert cost.itl_s.tolist() == pytest.approx([0.04 * 25 / 24] * 3)
+    assert cost.ttft_s[1] == pytest.approx(cost.ttft_s[0], rel=1e-3) == pytest.approx(cost.ttft_s[2], rel=1e-3)
+    assert cost.itl_s.tolist() == pytest.approx([0.04 * 25 / 24] * 3, rel=1e-3)
     quiet = estimate(slate([Known(1, report=report()), Known(2, report=report(), report_age_s=200.0), never]))
-    assert quiet.uncertainty_s.tolist() == pytest.approx([0.0, 0.0, PRIOR_QUEUE_S]), "silence alone is no queue"
+    assert quiet.uncertainty_s.tolist() == pytest.approx([0.0, 0.0, PRIOR_QUEUE_S], rel=1e-3), "silence alone is no queue"
 
 
 def test_a_batch_that_has_shrunk_since_its_step_was_measured_is_quicker() -> None:

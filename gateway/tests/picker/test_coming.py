@@ -42,11 +42,11 @@ def asks(name: str, blocks: tuple[int, ...]) -> RequestView:
 
 
 def resident(state: FleetState, request: RequestView) -> list[int]:
-    return [int(tokens) // SIZE for tokens in state.slate(MODEL, request, NOW).resident]
+    return [int(tokens) // SIZE for tokens in state.slates.of(MODEL, request, NOW).resident]
 
 
 def send(state: FleetState, request: RequestView) -> tuple[Booking, int]:
-    choice = choose(state.slate(MODEL, request, NOW), "Cost")
+    choice = choose(state.slates.of(MODEL, request, NOW), "Cost")
     return state.book(request, choice.key, choice.resident_tokens, NOW), request.prompt_tokens - choice.resident_tokens
 
 

@@ -99,11 +99,11 @@ class World:
         # What only some can compare, and an excluded one.
         among = None if rng.random() < 0.8 else frozenset(self._key() for _ in range(3))
         excluded = [self._key()] if self._count > 1 and rng.random() < 0.1 else ()
-        slate = state.slate(MODEL, asked, self.now, comparable=among, excluded=excluded)
+        slate = state.slates.of(MODEL, asked, self.now, comparable=among, excluded=excluded)
         if not slate.candidates:
-            slate = state.slate(MODEL, msgspec.structs.replace(asked, adapter=None), self.now, comparable=among)
+            slate = state.slates.of(MODEL, msgspec.structs.replace(asked, adapter=None), self.now, comparable=among)
         choice = choose(slate, "Cost")
-        state.picked(MODEL)
+        state.slates.picked(MODEL)
         state.routed(MODEL, asked, choice.key, choice.resident_tokens, self.now, choice.ttft_s)
         self._booked.append(state.book(asked, choice.key, choice.resident_tokens, self.now))
         return choice
@@ -173,8 +173,8 @@ def test_what_is_no_block_or_no_array_is_refused() -> None:
     with pytest.raises(TypeError, match="a block's hash must be bytes"):
         index.store(key, cast("list[bytes]", [b"a" * 32, "text"]))
     assert not index.blocks(key), "nothing of it was taken"
-    table, folded = np.zeros((28, 3)), np.zeros((12, 3))
-    with pytest.raises(ValueError, match=r"a table of 28 columns has the shape \[27, 3\]"):
+    table, folded = np.zeros((30, 3)), np.zeros((12, 3))
+    with pytest.raises(ValueError, match=r"a table of 30 columns has the shape \[29, 3\]"):
         COMPILED.fold(table[1:], 0.0, 0.0, 0.0, 0.0, 16, 0.0, None, folded)
     with pytest.raises(ValueError, match="there is no row 3"):
         COMPILED.fold(table, 0.0, 0.0, 0.0, 0.0, 16, 0.0, [3], folded)

@@ -81,7 +81,7 @@ async def test_it_shows_the_fleet_and_what_the_autoscaler_says(world: Any, page:
     await expect(page.get_by_role("table", name="Adapters").get_by_role("row", name="poems")).to_contain_text("r0")
     await expect(page.get_by_role("table", name="Model names").get_by_role("row", name="alias")).to_contain_text("ns/tiny")
     await expect(page.get_by_role("status")).to_have_text("live")
-    world.discovery.queue.put_nowait(msgspec.structs.replace(world.state.fleet, replicas=world.replicas[:1]))
+    world.discovery.queue.put_nowait(msgspec.structs.replace(world.state.directory.fleet, replicas=world.replicas[:1]))
     await expect(page.get_by_role("row", name="r1")).to_have_count(0)
 
 

@@ -59,7 +59,7 @@ def fleet() -> FleetState:
 
 def pick(state: FleetState, name: str, now: float, tokens: int = 2000) -> Choice:
     request = RequestView(id=name, path="", model="m", prompts=(Prompt(tokens),))
-    choice = choose(state.slate(MODEL, request, now), "Cost")
+    choice = choose(state.slates.of(MODEL, request, now), "Cost")
     state.routed(MODEL, request, choice.key, choice.resident_tokens, now, choice.ttft_s)
     return choice
 

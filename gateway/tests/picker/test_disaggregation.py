@@ -46,7 +46,7 @@ def fleet(*replicas: Replica) -> FleetState:
 def report(state: FleetState, name: str, **figures: Any) -> None:
     known: dict[str, Any] = {"epoch": 1, "seq": 1, "max_num_seqs": 64, "kv_blocks_total": 10_000, "kv_blocks_reclaimable": 10_000}
     known |= {"prefill_tokens_per_s": 10_000.0, "decode_step_s": 0.02, "num_requests_running": 30}
-    key = next(key for key, it in state.replicas().items() if it.name == name)
+    key = next(key for key, it in state.directory.replicas.items() if it.name == name)
     state.reported(key, LoadReport(**{**known, **figures}), NOW)
 
 
@@ -59,7 +59,7 @@ def pick(
     later_s: float = 0.0,
 ) -> Choice:
     request, now = RequestView(id=id, path="", model="m", prompts=(Prompt(tokens, hashes),)), NOW + later_s
-    return choose(state.slate(MODEL, request, now), policy, prefill=state.prefill_slate(MODEL, request, now))
+    return choose(state.slates.of(MODEL, request, now), policy, prefill=state.slates.of_prefill(MODEL, request, now))
 
 
 @pytest.mark.req("RT-34", "RT-14")
@@ -247,10 +247,10 @@ def test_who_would_wait_behind_a_prefill_speaks_for_the_hop_and_not_against_its_
 def test_a_pair_counts_among_the_arrivals_at_both() -> None:
     state = fleet(replica("p1"), replica("d1"))
     asked = RequestView(id="r", path="", model="m", prompts=(Prompt(4_000),))
-    slates = (state.slate(MODEL, asked, NOW), state.prefill_slate(MODEL, asked, NOW))
+    slates = (state.slates.of(MODEL, asked, NOW), state.slates.of_prefill(MODEL, asked, NOW))
     assert [it.rates.arrivals for it in slates if it is not None] == [0.0, 0.0]
     state.book_pair(asked, key_of(replica("d1")), 0, (key_of(replica("p1")), 4_000), NOW)
-    slates = (state.slate(MODEL, asked, NOW + 1), state.prefill_slate(MODEL, asked, NOW + 1))
+    slates = (state.slates.of(MODEL, asked, NOW + 1), state.slates.of_prefill(MODEL, asked, NOW + 1))
     assert all(it is not None and it.rates.arrivals > 0.1 for it in slates)
 
 

@@ -80,7 +80,7 @@ async def test_requests_for_busy_replicas_wait_here_until_a_report_says_that_the
 async def test_a_newcomer_does_not_pass_one_that_waits_though_there_is_room_now(world: Any) -> None:
     await full(world)
     [(stream, task)] = await held(world, 1)
-    gate, [model] = world.gateway._gate, world.state.fleet.models
+    gate, [model] = world.gateway._gate, world.state.directory.fleet.models
     report(world, 1001, max_num_seqs=8, num_requests_running=1)  # nothing has been let on yet
     assert gate._room(gate._lanes[model.id], _now()) > 0
     gate._lanes[model.id].good_until = 0.0  # what was counted while there was no room is not believed
@@ -113,7 +113,7 @@ async def test_models_with_a_smaller_number_displace_others_where_room_for_waiti
     models = [Model(id=f"ns/{name}", served_names=[name], priority=number, hold_timeout_s=60.0) for name, number in names.items()]
     pools = [Pool(id=f"{model.id}/p", model=model.id) for model in models]
     world.discovery.queue.put_nowait(Fleet(models=models, pools=pools))
-    await world.until(lambda: world.state.names.get("later"))
+    await world.until(lambda: world.state.directory.names.get("later"))
     gate = world.gateway._gate
     gate.control._limits = msgspec.structs.replace(gate.control._limits, requests=2)
 
@@ -148,7 +148,7 @@ async def test_an_old_report_never_stops_dispatch(world: Any) -> None:
 async def test_waiting_ends_in_time(world: Any, timeout_ms: str, hold_s: float, expected: str) -> None:
     await full(world)
     world.fleet(*world.replicas, hold_timeout_s=hold_s)
-    await world.until(lambda: world.state.names.get("tiny").model.hold_timeout_s == hold_s)
+    await world.until(lambda: world.state.directory.names.get("tiny").model.hold_timeout_s == hold_s)
     answer = await world.stream().ask(world.completion(), **{headers.TIMEOUT: timeout_ms})
     status, reason, content, sets = world.error(answer)
     assert (status, reason, content["type"]) == (503, expected, "server_error")
@@ -168,7 +168,7 @@ async def test_a_timeout_that_is_none_is_400(world: Any, value: str) -> None:
 async def test_a_hundred_requests_held_from_zero_are_shared_out_and_none_is_lost(world: Any) -> None:
     """The first replica gets no more than it can be expected to take; all go on as places become free."""
     world.fleet(hold_timeout_s=60.0)
-    await world.until(lambda: world.state.names.get("tiny"))
+    await world.until(lambda: world.state.directory.names.get("tiny"))
     before = await world.get("/pools")
     woken = asyncio.create_task(world.get(f"/pools?after={before['version']}&timeout=10"))
     asked = await held(world, 100)
@@ -203,10 +203,10 @@ async def test_a_hundred_requests_held_from_zero_are_shared_out_and_none_is_lost
 
 async def test_what_waits_is_asked_anew_what_its_name_means_when_models_change(world: Any) -> None:
     world.fleet(hold_timeout_s=60.0)
-    await world.until(lambda: world.state.names.get("tiny"))
+    await world.until(lambda: world.state.directory.names.get("tiny"))
     [(stream, task)] = await held(world, 1)
     world.fleet(hold_timeout_s=50.0)  # another model by content: asked anew, and still waiting
-    await world.until(lambda: world.state.names.get("tiny").model.hold_timeout_s == 50.0)
+    await world.until(lambda: world.state.directory.names.get("tiny").model.hold_timeout_s == 50.0)
     await world.until(lambda: world.gateway._gate.control.requests == 1)
     world.fleet(world.replicas[0], hold_timeout_s=50.0)
     assert world.destinations(await asyncio.wait_for(task, 60)) == [world.replicas[0].endpoint]

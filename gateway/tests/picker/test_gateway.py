@@ -200,7 +200,7 @@ async def test_a_prompt_that_cannot_be_tokenised_is_still_routed(world: Any) -> 
 
 async def test_a_request_is_held_until_a_replica_is_ready_and_wakes_the_autoscaler(world: Any) -> None:
     world.fleet()
-    await world.until(lambda: world.state.names.get("tiny"))
+    await world.until(lambda: world.state.directory.names.get("tiny"))
     before = await world.get("/pools")
     waiting = asyncio.create_task(world.get(f"/pools?after={before['version']}&timeout=10"))
     asked = asyncio.create_task(world.stream().ask(world.completion(model="alias")))
@@ -209,7 +209,7 @@ async def test_a_request_is_held_until_a_replica_is_ready_and_wakes_the_autoscal
     assert not asked.done()
     unready = msgspec.structs.replace(world.replicas[0], ready=False)
     world.fleet(unready)
-    await world.until(lambda: world.state.replicas())
+    await world.until(lambda: world.state.directory.replicas)
     assert not asked.done()
     world.fleet(world.replicas[0])
     assert world.destinations(await asked) == [world.replicas[0].endpoint]
@@ -218,12 +218,12 @@ async def test_a_request_is_held_until_a_replica_is_ready_and_wakes_the_autoscal
 
 async def test_a_held_request_is_refused_in_time_and_forgotten_when_its_client_goes(world: Any) -> None:
     world.fleet(hold_timeout_s=0.3)
-    await world.until(lambda: world.state.names.get("tiny"))
+    await world.until(lambda: world.state.directory.names.get("tiny"))
     status, reason, content, sets = world.error(await world.stream().ask(world.completion()))
     assert (status, reason, sets["retry-after"]) == (503, "no_ready_replica", "30")  # a start has not been seen yet
     assert "'tiny' has no ready replica" in content["message"]
     world.fleet(hold_timeout_s=60)
-    await world.until(lambda: world.state.names.get("tiny").model.hold_timeout_s == 60)  # type: ignore[union-attr]
+    await world.until(lambda: world.state.directory.names.get("tiny").model.hold_timeout_s == 60)  # type: ignore[union-attr]
     stream = world.stream()
     asked = asyncio.create_task(stream.ask(world.completion()))
     await world.until(lambda: world.state.held)
@@ -298,7 +298,7 @@ async def test_stopping_waits_for_requests_without_an_answer_and_hands_on_held_o
     routed = world.stream()
     await routed.ask(world.completion())
     world.fleet(hold_timeout_s=60)
-    await world.until(lambda: not world.state.replicas())
+    await world.until(lambda: not world.state.directory.replicas)
     held = asyncio.create_task(world.stream().ask(world.completion()))
     await world.until(lambda: world.state.held)
     world.stop.set()
@@ -353,7 +353,7 @@ async def test_who_waits_keeps_bytes_and_not_what_was_read_of_them(world: Any) -
     """Or a tenant could fill the memory with a twentieth of it."""
     await world.ready()
     world.fleet(hold_timeout_s=20.0)
-    await world.until(lambda: not world.state.replicas())
+    await world.until(lambda: not world.state.directory.replicas)
     body = b'{"model":"tiny","prompt":"w1 w2","metadata":[' + b"[],[1]," * 50_000 + b"0]}"
 
     def lists() -> int:
@@ -373,7 +373,7 @@ async def test_who_waits_keeps_bytes_and_not_what_was_read_of_them(world: Any) -
 
 async def test_a_held_request_for_a_model_that_is_deleted_is_404(world: Any) -> None:
     world.fleet(hold_timeout_s=60)
-    await world.until(lambda: world.state.names.get("tiny"))
+    await world.until(lambda: world.state.directory.names.get("tiny"))
     asked = asyncio.create_task(world.stream().ask(world.completion()))
     await world.until(lambda: world.state.held)
     world.discovery.queue.put_nowait(Fleet())
@@ -389,8 +389,8 @@ async def test_a_replica_that_cannot_be_reached_is_the_last_resort(world: Any) -
     view = RequestView(id="", path="", model="tiny", prompts=())
 
     def ejected() -> bool:
-        named = world.state.names.get("tiny")
-        return named is not None and world.state.slate(named.model, view, time.monotonic()).last_resorts is not None
+        named = world.state.directory.names.get("tiny")
+        return named is not None and world.state.slates.of(named.model, view, time.monotonic()).last_resorts is not None
 
     await world.until(ejected)
     for _ in range(3):

@@ -66,6 +66,6 @@ def test_a_booking_counts_the_runs() -> None:
     state, model = FleetState(), Model(id="ns/m", served_names=["m"])
     state.update(Fleet(models=[model], pools=[Pool(id=replica.pool, model=model.id)], replicas=[replica]))
     state.book(asked, key_of(replica), 48, NOW)
-    found = state.slate(model, asked, NOW)
+    found = state.slates.of(model, asked, NOW)
     assert found is not None
     assert found.figures.booked_tokens.tolist() == [52 + 500]

@@ -56,7 +56,10 @@ async def pools(world: Any) -> AsyncIterator[Any]:
 async def serve(world: Any, fleet: Fleet) -> None:
     world.discovery.queue.put_nowait(fleet)
     await world.until(
-        lambda: world.state.fleet == fleet and set(world.gateway._pool_ports.ports) == {it.id for it in fleet.inference_pools}
+        lambda: (
+            world.state.directory.fleet == fleet
+            and set(world.gateway._pool_ports.ports) == {it.id for it in fleet.inference_pools}
+        )
     )
 
 
@@ -146,7 +149,7 @@ async def test_a_port_never_answers_outside_its_pool(pools: Any) -> None:
         ],
     )
     await serve(pools, fleet)
-    await pools.until(lambda: all(it.ready for it in pools.state.replicas().values()))
+    await pools.until(lambda: all(it.ready for it in pools.state.directory.replicas.values()))
     await pools.until(lambda: pools.gateway._served.known([key_of(stranger)]))
     assert len(set(pools.gateway._pool_ports.ports.values())) == 3
 

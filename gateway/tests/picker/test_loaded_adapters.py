@@ -57,7 +57,7 @@ def asked(adapter: str | None = "sql", ident: str = "r", tokens: int = 10) -> Re
 
 
 def able(state: FleetState, adapter: str | None = "sql", **given: Any) -> set[str]:
-    slate = state.slate(MODEL, asked(adapter), 0.0, **given)
+    slate = state.slates.of(MODEL, asked(adapter), 0.0, **given)
     return {it.name for it, is_open in zip(slate.replicas, slate.open, strict=True) if it is not None and is_open}
 
 
@@ -67,7 +67,7 @@ def test_only_replicas_that_have_the_adapter_are_picked_and_decisions_say_why() 
         state.reported(key(at), report(*adapters), 0.0)
 
     def pick(ident: str) -> Choice:
-        return choose(state.slate(MODEL, asked(ident=ident), 0.0), "Random")
+        return choose(state.slates.of(MODEL, asked(ident=ident), 0.0), "Random")
 
     choices = [pick(str(n)) for n in range(50)]
     assert {choice.replica.name for choice in choices} == {"r1", "r3"}
@@ -76,15 +76,15 @@ def test_only_replicas_that_have_the_adapter_are_picked_and_decisions_say_why() 
     assert why == dict.fromkeys(("r0", "r2"), "not known to have adapter 'sql'")
     assert able(state, None) == {"r0", "r1", "r2", "r3"}
     assert able(state, subset=only([replica(1), replica(2)], None)) == {"r1"}
-    assert not state.lacks(MODEL, "chat") and state.lacks(MODEL, "other") and not state.lacks(MODEL, None)
+    assert not state.slates.lacks(MODEL, "chat") and state.slates.lacks(MODEL, "other") and not state.slates.lacks(MODEL, None)
 
 
 def test_nobody_pays_for_adapters_that_are_everywhere() -> None:
     state = state_of(replica(1), replica(2))
     for at in (1, 2):
         state.reported(key(at), report("sql"), 0.0)
-    columns = state._columns[MODEL.id]
-    assert state.slate(MODEL, asked(), 0.0).open is columns.open
+    columns = state._places.answering[MODEL.id]
+    assert state.slates.of(MODEL, asked(), 0.0).open is columns.open
     looked_at = columns.able("sql")
     state.reported(key(1), report("sql", seq=2), 0.0)
     assert columns._able["sql"] is looked_at, "the same said again is no reason to look again"
@@ -157,7 +157,7 @@ def test_both_halves_of_a_pair_have_the_adapter() -> None:
 
     def pick(adapter: str | None) -> Choice:
         request = asked(adapter, tokens=4_000)
-        return choose(state.slate(MODEL, request, 0.0), "Cost", prefill=state.prefill_slate(MODEL, request, 0.0))
+        return choose(state.slates.of(MODEL, request, 0.0), "Cost", prefill=state.slates.of_prefill(MODEL, request, 0.0))
 
     pair = pick("sql")
     assert pair.hop is not None

@@ -18,8 +18,10 @@ SQL = Adapter(id="ns/sql", model="ns/tiny", served_names=["sql", "text-to-sql"],
 
 async def serve(world: Any, fleet: Fleet) -> None:
     world.discovery.queue.put_nowait(fleet)
-    await world.until(lambda: world.state.fleet.models == fleet.models and world.state.fleet.adapters == fleet.adapters)
-    await world.until(lambda: all(replica.ready for replica in world.state.replicas().values()))
+    await world.until(
+        lambda: world.state.directory.fleet.models == fleet.models and world.state.directory.fleet.adapters == fleet.adapters
+    )
+    await world.until(lambda: all(replica.ready for replica in world.state.directory.replicas.values()))
     await world.until(lambda: len(world.gateway._prompts._digests) == len(fleet.replicas))
 
 
@@ -111,7 +113,7 @@ async def test_a_canary_takes_its_share_of_conversations_under_its_own_name(worl
 
 async def test_a_canary_that_is_not_ready_leaves_all_to_the_model(world: Any) -> None:
     world.discovery.queue.put_nowait(canary_fleet(world, 100, ready=False))
-    await world.until(lambda: any(it.ready for it in world.state.replicas().values()))
+    await world.until(lambda: any(it.ready for it in world.state.directory.replicas.values()))
     for n in range(5):
         assert (await ask(world, prompt_cache_key=str(n)))[2][headers.MODEL] == "tiny"
 
@@ -124,7 +126,7 @@ async def scrape(world: Any) -> dict[str, float]:
 
 async def test_refusals_count_against_the_model(world: Any) -> None:
     world.fleet(hold_timeout_s=0.0)
-    await world.until(lambda: world.state.names.get("tiny"))
+    await world.until(lambda: world.state.directory.names.get("tiny"))
     assert world.error(await world.stream().ask(world.completion()))[0] == 503
     assert (await scrape(world))[f'{metrics.MODEL_REQUESTS}_total{{code="503",model="ns/tiny"}}'] == 1
 

@@ -52,17 +52,17 @@ def test_residency_is_of_full_blocks_and_never_the_last_token() -> None:
     state = FleetState()
     state.update(fleet(replica(1)))
     state.event(key_of(replica(1)), BlockStored([b"a", b"b"]), 0.0)
-    assert state.slate(MODEL, request(Prompt(32, (b"a", b"b"))), 0.0).resident == [16]
+    assert state.slates.of(MODEL, request(Prompt(32, (b"a", b"b"))), 0.0).resident == [16]
     several = request(Prompt(40, (b"a", b"b")), Prompt(20, (b"a",)), Prompt(20, (b"x",)))
-    assert state.slate(MODEL, several, 0.0).resident == [32 + 16]
-    assert state.slate(MODEL, request(Prompt(32, (b"a", b"b"))), 0.0, comparable=()).resident == [0]
+    assert state.slates.of(MODEL, several, 0.0).resident == [32 + 16]
+    assert state.slates.of(MODEL, request(Prompt(32, (b"a", b"b"))), 0.0, comparable=()).resident == [0]
 
 
 @pytest.mark.req("RT-14")
 def test_prefill_replicas_get_no_whole_requests() -> None:
     state = FleetState()
     state.update(fleet(replica(1), replica(2, "ns/m/q"), role="Prefill"))
-    slate = state.slate(MODEL, request(), 0.0)
+    slate = state.slates.of(MODEL, request(), 0.0)
     assert [replica.name for replica in slate.replicas if replica] == ["r2"]
 
 
@@ -75,7 +75,7 @@ def test_a_replica_that_comes_back_under_its_uid_has_no_past() -> None:
     state.bookings.book("r", key, 5, 0.0)
     state.update(fleet())
     state.update(fleet(replica(1)))
-    slate = state.slate(MODEL, request(Prompt(17, (b"a",))), 0.0)
+    slate = state.slates.of(MODEL, request(Prompt(17, (b"a",))), 0.0)
     assert (slate.figures.heard_at, slate.figures.booked_requests, slate.resident) == (-float("inf"), 0, 0)
     assert state.bookings.released == {"replica_gone": 1}
 
@@ -122,7 +122,7 @@ def test_an_ejection_passes_with_time_and_with_a_word() -> None:
     state.update(fleet(replica(1)))
 
     def last_resort(now: float) -> bool:
-        return choose(state.slate(MODEL, request(), now), "Cost").ranked[0].candidate.last_resort
+        return choose(state.slates.of(MODEL, request(), now), "Cost").ranked[0].candidate.last_resort
 
     state.unreachable(key, 10.0)
     assert last_resort(10.1)
@@ -142,7 +142,7 @@ def test_a_replica_that_was_stopped_meets_no_herd_when_it_goes_on() -> None:
     def burst(now: float) -> Counter[ReplicaKey]:
         keys: list[ReplicaKey] = []
         for n in range(20):
-            choice = choose(state.slate(MODEL, request(id=f"{now}-{n}"), now), "Cost")
+            choice = choose(state.slates.of(MODEL, request(id=f"{now}-{n}"), now), "Cost")
             state.bookings.book(f"{now}-{n}", choice.key, 0, now)
             keys.append(choice.key)
         return Counter(keys)
@@ -193,7 +193,7 @@ def test_a_pick_among_a_hundred_replicas_of_8k_tokens_takes_less_than_to_look_at
         return found
 
     def pick() -> object:
-        return choose(state.slate(MODEL, asked, 0.5), "Cost")
+        return choose(state.slates.of(MODEL, asked, 0.5), "Cost")
 
     def seconds(work: Callable[[], object]) -> float:
         start = time.process_time()
@@ -224,7 +224,7 @@ def test_resident_tokens_agree_with_a_walk_for_each_replica(data: st.DataObject)
             state.event(key_of(replica(at)), BlockStored(sorted(blocks)), 0.0)
             cached[at] |= blocks
         asked = request(Prompt(6 * 16, tuple(chain)), Prompt(40, tuple(chain[:2])))
-        slate = state.slate(MODEL, asked, 0.0)
+        slate = state.slates.of(MODEL, asked, 0.0)
         for row, one in enumerate(slate.replicas):
             if one is not None:
                 own = cached[int(one.uid.removeprefix("u"))]
@@ -250,7 +250,7 @@ def test_two_gateways_of_one_fleet_see_all_of_its_arrivals() -> None:
     one, other = FleetState(), FleetState()
     for state in (one, other):
         state.update(fleet(replica(1)))
-        state.slate(MODEL, request(), 0.0)
+        state.slates.of(MODEL, request(), 0.0)
     key = key_of(replica(1))
     for at in range(40):
         mine, theirs = (one, other) if at % 2 else (other, one)
@@ -262,8 +262,8 @@ def test_two_gateways_of_one_fleet_see_all_of_its_arrivals() -> None:
             state.event(key, RequestFinished(asked.id, "stop", 10, 0, 5), 0.0)
     alone = FleetState()
     alone.update(fleet(replica(1)))
-    alone.slate(MODEL, request(), 0.0)
+    alone.slates.of(MODEL, request(), 0.0)
     for at in range(40):
         alone.book(request(id=f"r{at}"), key, 0, 0.0)
-    rates = [state.slate(MODEL, request(), 1.0).rates.arrivals for state in (one, other, alone)]
+    rates = [state.slates.of(MODEL, request(), 1.0).rates.arrivals for state in (one, other, alone)]
     assert rates[0] == rates[1] == rates[2] > 5

@@ -52,10 +52,10 @@ class World:
         self.state.event(self.key(at), BlockRemoved(list(blocks), medium), 0.0)
 
     def found(self, at: int = 0) -> int:
-        return int(self.state.slate(MODEL, ASKED, 0.0).found[at]) // SIZE
+        return int(self.state.slates.of(MODEL, ASKED, 0.0).found[at]) // SIZE
 
     def pick(self, *excluded: int) -> Choice:
-        return choose(self.state.slate(MODEL, ASKED, 0.0, excluded=[self.key(at) for at in excluded]), "Cost")
+        return choose(self.state.slates.of(MODEL, ASKED, 0.0, excluded=[self.key(at) for at in excluded]), "Cost")
 
 
 @pytest.mark.req("RT-26")
@@ -76,7 +76,7 @@ def test_a_tier_is_worth_what_its_replica_has_measured() -> None:
     world.stored(2, CHAIN[:10])
     world.report(0, seq=2, memory_tier_tokens_per_s=4_000.0)
     world.report(1, seq=2, memory_tier_tokens_per_s=2_000.0)
-    assert world.state.slate(MODEL, ASKED, 0.0).resident.tolist() == [60 * SIZE * 3 / 4, 60 * SIZE / 2, 10 * SIZE]
+    assert world.state.slates.of(MODEL, ASKED, 0.0).resident.tolist() == [60 * SIZE * 3 / 4, 60 * SIZE / 2, 10 * SIZE]
     assert world.pick().replica.name == "r0" and world.pick(0).replica.name == "r1"
     # Where a load takes longer than to compute the tokens, the engine computes them: nothing is expected of the tier.
     world.report(0, seq=3, memory_tier_tokens_per_s=900.0)
@@ -97,7 +97,7 @@ def test_a_block_that_has_left_the_kv_cache_is_still_in_the_tier() -> None:
     world.stored(0, CHAIN[:8])
     world.stored(0, CHAIN[:8], "memory")
     world.removed(0, CHAIN[:8])
-    assert world.found() == 8 and world.state.slate(MODEL, ASKED, 0.0).resident[0] == 8 * SIZE * (1 - PRIOR_COSTS["memory"])
+    assert world.found() == 8 and world.state.slates.of(MODEL, ASKED, 0.0).resident[0] == 8 * SIZE * (1 - PRIOR_COSTS["memory"])
     world.removed(0, CHAIN[4:8], "memory")
     assert world.found() == 4
 
@@ -109,7 +109,7 @@ def test_a_prefix_may_lie_here_and_there() -> None:
     world.stored(0, CHAIN[:2] + CHAIN[4:6])
     world.stored(0, CHAIN[2:4] + CHAIN[6:7], "memory")
     world.stored(0, CHAIN[7:9], "disk")
-    slate = world.state.slate(MODEL, ASKED, 0.0)
+    slate = world.state.slates.of(MODEL, ASKED, 0.0)
     saved = 2 + (1 - PRIOR_COSTS["memory"]) * 5 + (1 - PRIOR_COSTS["disk"]) * 2
     assert slate.found[0] == 9 * SIZE and slate.resident[0] == pytest.approx(saved * SIZE)
 
@@ -173,7 +173,7 @@ def test_found_is_the_longest_chain_of_what_any_medium_holds(events: list[tuple[
         (world.stored if stores else world.removed)(at, blocks, medium)
         own = held[at, medium]
         held[at, medium] = own.union(blocks) if stores else own.difference(blocks)
-    slate = world.state.slate(MODEL, ASKED, 0.0)
+    slate = world.state.slates.of(MODEL, ASKED, 0.0)
     for at in range(2):
         depths, within = [], set[bytes]()
         for medium in (None, *MEDIA):

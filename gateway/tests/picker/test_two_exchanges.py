@@ -70,14 +70,14 @@ async def test_a_booking_is_pending_until_the_response_and_follows_who_answered(
     event_stream = {"content-type": "text/event-stream"}
     added = await response(world, noted, other, **event_stream, **{headers.LOAD: report_of(world, 0, seq=9)})
     assert (bookings.total(State.PENDING), bookings.total(State.UNREPORTED) + bookings.total(State.RUNNING)) == (0, 1)
-    assert added[headers.REPLICA] == world.state.key_at(other).uid
+    assert added[headers.REPLICA] == world.state.directory.key_at(other).uid
     assert added[headers.MODEL] == "tiny" and added[headers.DECISION]
-    assert bookings.count(world.state.key_at(picked)) == 0 and not bookings.released
+    assert bookings.count(world.state.directory.key_at(picked)) == 0 and not bookings.released
 
 
 async def test_what_another_gateway_has_picked_teaches_us_of_the_replica(world: Any) -> None:
     await world.ready()
-    key = world.state.key_at(world.replicas[1].endpoint)
+    key = world.state.directory.key_at(world.replicas[1].endpoint)
     noted = {headers.BOOKING: "other-1", headers.NAME: "tiny", "model": "ns/tiny"}
     report = report_of(world, 1, epoch=1, seq=77, num_requests_running=5)
     added = await response(world, noted, world.replicas[1].endpoint, **{headers.LOAD: report})
@@ -119,7 +119,7 @@ async def test_a_head_that_is_only_shown_counts_as_one_that_is_asked_about(world
     picked = world.destinations(answer)[0]
     report = report_of(world, 0, seq=9, num_requests_running=5)
     await shown(world, noted, picked, **{"content-type": "text/event-stream", headers.LOAD: report})
-    bookings, key = world.state.bookings, world.state.key_at(picked)
+    bookings, key = world.state.bookings, world.state.directory.key_at(picked)
     assert (bookings.total(State.PENDING), bookings.count(key)) == (0, 1)
     assert world.state.reports.get(key).report.num_requests_running == 5
 
@@ -164,7 +164,7 @@ async def test_a_head_that_comes_too_late_for_its_end_counts_once(world: Any, mo
     await world.until(lambda: world.state.bookings.released["access_log"] == 1)
     which = next(n for n, replica in enumerate(world.replicas) if replica.endpoint == picked)
     await shown(world, noted, picked, **{headers.LOAD: report_of(world, which, seq=9, num_requests_running=5)})
-    assert world.state.reports.get(world.state.key_at(picked)).report.num_requests_running == 5, "what it says counts"
+    assert world.state.reports.get(world.state.directory.key_at(picked)).report.num_requests_running == 5, "what it says counts"
     async with world.http.get("/metrics") as scraped:
         assert 'penstock_gateway_requests_total{code="200",model="ns/tiny"} 1.0' in await scraped.text()
 
@@ -172,10 +172,10 @@ async def test_a_head_that_comes_too_late_for_its_end_counts_once(world: Any, mo
 async def test_what_another_says_is_not_taken_for_the_words_of_a_pick_that_is_gone(world: Any) -> None:
     await world.ready()
     answer, noted = await request(world)
-    gone, other = (world.state.key_at(it) for it in world.destinations(answer))
+    gone, other = (world.state.directory.key_at(it) for it in world.destinations(answer))
     world.state.bookings.release_all(gone, "replica_gone")
     heard = world.state.reports.get(gone)
-    which = next(n for n, replica in enumerate(world.replicas) if world.state.key_at(replica.endpoint) == other)
+    which = next(n for n, replica in enumerate(world.replicas) if world.state.directory.key_at(replica.endpoint) == other)
     report = report_of(world, which, seq=99, num_requests_running=5)
     added = await response(world, noted, world.destinations(answer)[1], **{headers.LOAD: report})
     assert added[headers.REPLICA] == other.uid
@@ -192,7 +192,7 @@ async def test_the_gateways_own_answers_are_nobodys(world: Any) -> None:
 
 async def test_a_client_that_goes_while_it_is_decided_leaves_nothing(world: Any) -> None:
     world.fleet(hold_timeout_s=30)
-    await world.until(lambda: world.state.fleet.models)
+    await world.until(lambda: world.state.directory.fleet.models)
     asking = asyncio.create_task(request(world))
     await world.until(lambda: world.state.held)
     asking.cancel()

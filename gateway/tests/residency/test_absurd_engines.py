@@ -181,7 +181,7 @@ async def test_a_subscriber_that_broke_is_followed_by_another(monkeypatch: pytes
     key = key_of(replica)
     replica = msgspec.structs.replace(replica, events_port=1)
     follows = FleetFollower(state)
-    follows.update(msgspec.structs.replace(state.fleet, replicas=[replica]))
+    follows.update(msgspec.structs.replace(state.directory.fleet, replicas=[replica]))
     await until(lambda: len(begun) > 1)
     await follows.close()
     assert state.residency.blocks(key) == 0  # what it knew is not believed any more

@@ -72,7 +72,7 @@ class World:
         hashes = tuple(f"{which}-{n}".encode().ljust(32) for n in range(self.lengths[which]))
         request = RequestView(id=f"r{self.turns}", path="", model="m", prompts=(Prompt(len(hashes) * SIZE + 1, hashes),))
         self.turns += 1
-        predicted = int(self.state.slate(MODEL, request, 0.0).resident[0])
+        predicted = int(self.state.slates.of(MODEL, request, 0.0).resident[0])
         self.state.routed(MODEL, request, self.key, predicted, float(self.turns))
         found = self.engine.run(hashes)
         end = RequestFinished(request.id, "stop", request.prompt_tokens, found * SIZE, 5)
@@ -120,9 +120,9 @@ def test_a_replica_that_tells_is_never_predicted() -> None:
     state.routed(MODEL, request, key, 0, 0.0)
     assert state.residency.blocks(key) == 0
     state.event(key, BlockStored([b"a", b"b"]), 0.0)
-    assert state.slate(MODEL, request, 0.0).resident[0] == 32
+    assert state.slates.of(MODEL, request, 0.0).resident[0] == 32
     state.event(key, AllBlocksCleared(), 0.0)
-    assert state.slate(MODEL, request, 0.0).resident[0] == 0
+    assert state.slates.of(MODEL, request, 0.0).resident[0] == 0
 
 
 # --- predicted against true ---

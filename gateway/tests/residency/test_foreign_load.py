@@ -256,7 +256,7 @@ async def test_a_foreign_replica_is_looked_at_and_known_by_its_page(engine: Engi
     # Its blocks bound what is predicted of it.
     prompt = Prompt(5000, tuple(n.to_bytes(32, "big") for n in range(5000)))
     request = RequestView(id="r", path="", model="m", prompts=(prompt,))
-    world.state.routed(world.state.fleet.models[0], request, world.key, 0, 0.0)
+    world.state.routed(world.state.directory.fleet.models[0], request, world.key, 0, 0.0)
     assert world.state.residency.blocks(world.key) <= 2000
 
 

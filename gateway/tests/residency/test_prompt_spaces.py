@@ -93,7 +93,7 @@ class Replicas:
             task.cancel()
 
     async def tokenize(self, body: dict[str, Any], tenant: str = "", adapter: str | None = None) -> Any:
-        replicas = self.state.replicas_of(MODEL)
+        replicas = self.state.directory.replicas_of(MODEL)
         return await self.library.tokenize(replicas, COMPLETIONS_PATH, orjson.dumps(body), body, tenant, adapter)
 
     async def close(self) -> None:
@@ -139,8 +139,8 @@ async def test_a_rollout_is_scored_in_both_revisions_hash_spaces(fleet: Replicas
     # In the other's space, a block says nothing.
     fleet.state.residency.store(key_of(old[1]), elsewhere.prompts[0].block_hashes)
     request = RequestView(id="r", path="", model="tiny", prompts=tokens.prompts, elsewhere=tokens.elsewhere)
-    slate = fleet.state.slate(MODEL, request, 0.0, comparable=tokens.comparable)
-    rows = fleet.state._columns[MODEL.id].rows
+    slate = fleet.state.slates.of(MODEL, request, 0.0, comparable=tokens.comparable)
+    rows = fleet.state._places.answering[MODEL.id].rows
     assert [slate.resident[rows[key_of(r)]] for r in (*old, new)] == [32, 0, 56]  # never the whole prompt
 
 
@@ -204,7 +204,9 @@ async def test_a_large_prompt_leaves_the_event_loop_its_turns(fleet: Replicas, m
     await fleet.learnt(1)
     body = {"prompt": [n % 64 for n in range(200_000)]}
     raw, turns = orjson.dumps(body), 0
-    task = asyncio.create_task(fleet.library.tokenize(fleet.state.replicas_of(MODEL), COMPLETIONS_PATH, raw, body, "", None))
+    task = asyncio.create_task(
+        fleet.library.tokenize(fleet.state.directory.replicas_of(MODEL), COMPLETIONS_PATH, raw, body, "", None)
+    )
     while not task.done():
         await asyncio.sleep(0)
         turns += 1

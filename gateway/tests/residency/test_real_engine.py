@@ -114,10 +114,10 @@ async def test_what_is_believed_of_a_real_engine_is_what_it_finds(tmp_path: Path
             body: dict[str, Any] = {"model": "tiny", "messages": MESSAGES, "max_tokens": 2}
 
             async def resident(tenant: str, adapter: str | None = None) -> tuple[RequestView, int]:
-                replicas, raw = state.replicas_of(MODEL), orjson.dumps(body)
+                replicas, raw = state.directory.replicas_of(MODEL), orjson.dumps(body)
                 tokens = await library.tokenize(replicas, CHAT_PATH, raw, body, tenant, adapter)
                 request = RequestView(id="", path=CHAT_PATH, model="tiny", prompts=tokens.prompts, block_size=tokens.block_size)
-                return request, int(state.slate(MODEL, request, 0.0, comparable=tokens.comparable).found[0])
+                return request, int(state.slates.of(MODEL, request, 0.0, comparable=tokens.comparable).found[0])
 
             async def ask(name: str, tenant: str, adapter: str | None = None) -> None:
                 request, believed = await resident(tenant, adapter)

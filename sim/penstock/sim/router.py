@@ -71,8 +71,8 @@ class GatewayRouter:
             prompts=(Prompt(request.prompt_tokens, request.blocks),),
             block_size=self._block_size,
         )
-        choice = choose(self.state.slate(self._model, view, now), self._model.policy)
-        self.state.picked(self._model)
+        choice = choose(self.state.slates.of(self._model, view, now), self._model.policy)
+        self.state.slates.picked(self._model)
         self.state.routed(self._model, view, choice.key, choice.resident_tokens, now, choice.ttft_s)
         self._booking = self.state.book(view, choice.key, choice.resident_tokens, now)
         return self._numbers[choice.key]

@@ -98,7 +98,7 @@ class Audit:
         self._identify = identify
         self._writer = writer
         self._underway = underway
-        self._trail = Trail(writer.write, name, lambda key: its.name if (its := state.replicas().get(key)) else None)
+        self._trail = Trail(writer.write, name, lambda key: its.name if (its := state.directory.replicas.get(key)) else None)
         state.bookings.ended.append(self._trail.ended)
         follower.listeners.append(self._trail.heard)
 

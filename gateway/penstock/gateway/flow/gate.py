@@ -81,7 +81,7 @@ class FlowGate:
 
     def enter(self, model: Model, tokens: int, now: float, adapter: str | None = None) -> bool:
         """Whether a request of about `tokens` goes on at once; then `leave` must follow. `adapter`: which it names."""
-        if adapter is not None and self._state.lacks(model, adapter):
+        if adapter is not None and self._state.slates.lacks(model, adapter):
             return False
         lane = self._lanes.get(model.id)
         if lane is None:
@@ -100,7 +100,7 @@ class FlowGate:
 
     def queue(self, model: Model, adapter: str | None) -> str:
         """Return the queue of a request that does not pass at once."""
-        return queue_name(model.id, adapter if self._state.lacks(model, adapter) else None)
+        return queue_name(model.id, adapter if self._state.slates.lacks(model, adapter) else None)
 
     async def wait(self, ticket: Ticket, model: Model, tenant_requests: int | None = None, adapter: str | None = None) -> None:
         """Waits until a request may go on; then `leave` must follow.
@@ -174,7 +174,7 @@ class FlowGate:
                     await self._follower.changed()
             except TimeoutError:
                 pass
-            fleet = self._state.fleet
+            fleet = self._state.directory.fleet
             if (fleet.models, fleet.adapters) != (self._models, self._adapters):
                 self._models, self._adapters = fleet.models, fleet.adapters
                 self._send_all(FleetMoved())
@@ -227,7 +227,7 @@ class FlowGate:
 
     def _call(self, ident: str, lane: _Lane, now: float) -> None:
         """Once a replica has the adapter, those that wait for it come again, and may have to wait for room."""
-        if self._state.lacks(lane.model, lane.adapter):
+        if self._state.slates.lacks(lane.model, lane.adapter):
             lane.forecast.starting(now)
             return
         lane.forecast.ready(now)
@@ -269,10 +269,10 @@ class FlowGate:
     # --- what the fleet can take ---
 
     def _ready(self, model: Model) -> Iterator[Replica]:
-        return (r for r in self._state.replicas_of(model) if r.ready and not r.terminating and not r.cordoned)
+        return (r for r in self._state.directory.replicas_of(model) if r.ready and not r.terminating and not r.cordoned)
 
     def _room(self, lane: _Lane, now: float) -> int:
-        replicas = self._state.replicas_of(lane.model)
+        replicas = self._state.directory.replicas_of(lane.model)
         if replicas is not lane.replicas:  # the fleet has changed
             lane.replicas = replicas
             lane.seen = {key: lane.seen.get(key, now) for key in map(key_of, self._ready(lane.model))}

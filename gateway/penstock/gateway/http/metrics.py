@@ -86,14 +86,14 @@ class StateCollector(Collector):
         yield from self._residency()
         yield self._info()
         age = GaugeMetricFamily(metrics.REPORT_AGE, "Age of the latest load report in seconds", labels=["replica"])
-        for key, replica in state.replicas().items():
+        for key, replica in state.directory.replicas.items():
             if (heard := state.reports.get(key)) is not None:
                 age.add_metric([replica.title], now - heard.at)
         yield age
         corrections = GaugeMetricFamily(
             metrics.TTFT_CORRECTION, "Correction factor on the estimated time to the first token of a replica", labels=["replica"]
         )
-        for key, replica in state.replicas().items():
+        for key, replica in state.directory.replicas.items():
             corrections.add_metric([replica.title], state.correction(key))
         yield corrections
         held = GaugeMetricFamily(metrics.REQUESTS_HELD, "Requests held for lack of a ready replica or of room", labels=["model"])
@@ -114,7 +114,7 @@ class StateCollector(Collector):
         yield CounterMetricFamily(
             metrics.RESIDENT_BLOCKS_DROPPED, "Cached blocks that the picker forgot to limit its memory", value=index.dropped
         )
-        known = Counts(index.knowledge(key) for key in state.replicas())
+        known = Counts(index.knowledge(key) for key in state.directory.replicas)
         replicas = GaugeMetricFamily(
             metrics.RESIDENCY_REPLICAS, "Replicas by how well the picker knows their cache", labels=["knowledge"]
         )

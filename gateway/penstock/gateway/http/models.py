@@ -55,7 +55,7 @@ def models_view(state: FleetState, ports: Mapping[str, int]) -> ModelsView:
         state: The fleet.
         ports: Ports of InferencePools, by id.
     """
-    names = state.names
+    names = state.directory.names
     return ModelsView(
         names={
             name: NameView(model=named.model.id, adapter=named.adapter.id if named.adapter is not None else None)
@@ -65,9 +65,9 @@ def models_view(state: FleetState, ports: Mapping[str, int]) -> ModelsView:
         unserved_adapters=[adapter.id for adapter in names.orphans],
         canaries=[
             CanaryView(model=it.id, of=it.canary.of, weight=it.canary.weight, idle=names.idle_canaries.get(it.id))
-            for it in state.fleet.models
+            for it in state.directory.fleet.models
             if it.canary is not None
         ],
-        inference_pools=[PoolView(pool=pool, port=ports.get(pool.id)) for pool in state.fleet.inference_pools],
-        scaling=state.fleet.scaling,
+        inference_pools=[PoolView(pool=pool, port=ports.get(pool.id)) for pool in state.directory.fleet.inference_pools],
+        scaling=state.directory.fleet.scaling,
     )

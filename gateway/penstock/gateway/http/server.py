@@ -116,7 +116,7 @@ class GatewayHttp:
 
     async def _tls(self, request: web.Request) -> web.Response:
         """Return the state of TLS with each replica, and the reason where it failed."""
-        return _json(self._replica_tls.view(self._follower.state.replicas().values()))
+        return _json(self._replica_tls.view(self._follower.state.directory.replicas.values()))
 
     async def _models(self, request: web.Request) -> web.Response:
         """Return which model is served under which name and port."""

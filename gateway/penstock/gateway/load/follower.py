@@ -65,7 +65,7 @@ class FleetFollower:
 
     def learned(self, key: ReplicaKey) -> None:
         """What `key` runs has become known."""
-        replica = self.state.replicas().get(key)
+        replica = self.state.directory.replicas.get(key)
         if replica is not None:
             self._subscribe(key, replica)
 

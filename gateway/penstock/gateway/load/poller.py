@@ -63,7 +63,7 @@ class LoadPoller:
             await asyncio.Event().wait()
         while True:
             now = time.monotonic()
-            ready = {key: replica for key, replica in self._state.replicas().items() if replica.ready}
+            ready = {key: replica for key, replica in self._state.directory.replicas.items() if replica.ready}
             for gone in self._due.keys() - ready.keys():
                 self._due.pop(gone)
                 self._foreign.pop(gone, None)

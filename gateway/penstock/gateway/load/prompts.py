@@ -95,7 +95,7 @@ class PromptLibrary:
     async def run(self, client: ReplicaClient) -> None:
         """Fetches the bundles of replicas that became ready or have restarted, until cancelled."""
         while True:
-            replicas = self._state.replicas()
+            replicas = self._state.directory.replicas
             for gone in (self._digests.keys() | self._retry_at.keys()) - replicas.keys():
                 self._digests.pop(gone, None)
                 self._retry_at.pop(gone, None)
@@ -261,7 +261,7 @@ class PromptLibrary:
 
     async def _read(self, replica: Replica) -> str | None:
         """The digest of the tokenizer that was given for the replica's model; None where there is none."""
-        names = self._state.names_at(replica)
+        names = self._state.directory.names_at(replica)
         name = next((name for name in names if name in self._folders), None)
         if name is None:
             return None

@@ -30,8 +30,8 @@ class Scopes:
 
     def of(self, pool: InferencePool) -> Scope:
         """The scope of `pool`."""
-        if self._fleet is not self._state.fleet:
-            self._fleet, self._scopes = self._state.fleet, {}
+        if self._fleet is not self._state.directory.fleet:
+            self._fleet, self._scopes = self._state.directory.fleet, {}
         scope = self._scopes.get(pool.id)
         if scope is None:
             scope = self._scopes[pool.id] = self._scope(pool)
@@ -39,11 +39,11 @@ class Scopes:
 
     def _scope(self, pool: InferencePool) -> Scope:
         ids = frozenset(pool.members)
-        members = [replica for replica in self._state.replicas().values() if replica.id in ids]
-        models = [model for model in self._state.fleet.models if model.id in pool.models]
+        members = [replica for replica in self._state.directory.replicas.values() if replica.id in ids]
+        models = [model for model in self._state.directory.fleet.models if model.id in pool.models]
         narrowed: dict[str, Subset | None] = {}
         for model in models:
-            replicas = self._state.replicas_of(model)
+            replicas = self._state.directory.replicas_of(model)
             inside = [replica for replica in replicas if replica.id in ids]
             narrowed[model.id] = None if len(inside) == len(replicas) else only(inside, None)
         return Scope(members, [key_of(it) for it in members], [model for model in models if model.open], narrowed)

@@ -68,7 +68,7 @@ class ServedNames:
         """Looks at each ready replica when it appears and every half a minute, until cancelled."""
         self._client = client
         while True:
-            replicas = {key: replica for key, replica in self._state.replicas().items() if replica.open}
+            replicas = {key: replica for key, replica in self._state.directory.replicas.items() if replica.open}
             for gone in self._due.keys() - replicas.keys():
                 for known in (self._names, self._asked, self._due):
                     known.pop(gone, None)

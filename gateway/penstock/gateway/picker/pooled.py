@@ -1,37 +1,18 @@
 """The pooled load of a fleet: what the autoscaler asks a gateway, at `/pools`."""
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
 
-from penstock.api.fleet import Fleet, Pool, PoolLoad, PoolsView, Replica, ReplicaLoad
+from penstock.api.fleet import PoolLoad, PoolsView, Replica, ReplicaLoad
 from penstock.api.merged_load import merged
-from penstock.gateway.load.reports import ReportStore
-from penstock.gateway.models.names import Names
-from penstock.gateway.models.outcomes import Outcomes
-from penstock.gateway.picker.bookings import Bookings, State
+from penstock.gateway.picker.bookings import State
 from penstock.gateway.picker.candidates import ReplicaKey
-from penstock.gateway.residency.index import ResidencyIndex
+from penstock.gateway.picker.directory import takes_requests
+from penstock.gateway.picker.state import FleetState
 
 
-class Known(Protocol):
-    """What is known of a fleet: a `FleetState`."""
-
-    fleet: Fleet
-    version: int
-    held: dict[str, int]
-    ttft_counts: dict[str, list[int]]
-    reports: ReportStore
-    bookings: Bookings
-    residency: ResidencyIndex
-    names: Names
-    outcomes: Outcomes
-
-    def replicas(self) -> dict[ReplicaKey, Replica]:
-        """All replicas."""
-        ...
-
-
-def pools_view(of: Known, gateway: str, now: float, refused: Mapping[str, str] = {}, ports: Mapping[str, int] = {}) -> PoolsView:
+def pools_view(
+    of: FleetState, gateway: str, now: float, refused: Mapping[str, str] = {}, ports: Mapping[str, int] = {}
+) -> PoolsView:
     """The pooled load.
 
     Args:
@@ -42,11 +23,11 @@ def pools_view(of: Known, gateway: str, now: float, refused: Mapping[str, str] =
         ports: Where each InferencePool is served.
     """
     processes: dict[str, list[ReplicaKey]] = {}
-    for key, replica in of.replicas().items():
+    for key, replica in of.directory.replicas.items():
         processes.setdefault(replica.process, []).append(key)
-    by_pool: dict[str, list[ReplicaLoad]] = {pool.id: [] for pool in of.fleet.pools}
+    by_pool: dict[str, list[ReplicaLoad]] = {pool.id: [] for pool in of.directory.fleet.pools}
     for keys in processes.values():
-        replica = of.replicas()[keys[0]]
+        replica = of.directory.replicas[keys[0]]
         if replica.pool in by_pool:
             by_pool[replica.pool].append(_load(of, keys, replica, now))
     held = dict(of.held)  # by model: its first pool shows them
@@ -59,25 +40,20 @@ def pools_view(of: Known, gateway: str, now: float, refused: Mapping[str, str] =
             refused=refused.get(pool.id),
             ttft_counts=list(of.ttft_counts.get(pool.id, ())),
         )
-        for pool in of.fleet.pools
+        for pool in of.directory.fleet.pools
     ]
     return PoolsView(
         gateway=gateway,
         version=of.version,
         pools=loads,
-        conflicts=of.names.conflicts,
+        conflicts=of.directory.names.conflicts,
         epoch=of.outcomes.epoch,
-        models=of.outcomes.view(of.names),
+        models=of.outcomes.view(of.directory.names),
         inference_pools=dict(ports),
     )
 
 
-def takes_requests(pool: Pool) -> bool:
-    """Whether requests go to the pool: not to a prefill pool, which gets no whole ones. A decode pool can prefill too."""
-    return pool.role != "Prefill"
-
-
-def _load(of: Known, keys: Sequence[ReplicaKey], replica: Replica, now: float) -> ReplicaLoad:
+def _load(of: FleetState, keys: Sequence[ReplicaKey], replica: Replica, now: float) -> ReplicaLoad:
     """The load of a process: `keys` are its ranks. It is scaled as a whole, so nothing is known until each has been heard."""
     heard = [it for it in map(of.reports.get, keys) if it is not None]
     complete = len(heard) == len(keys)

@@ -17,8 +17,8 @@ from penstock.gateway.picker.figures import PRIOR_QUEUE_S, Rates
 GRACE_S = 2.0
 """A replica that answers is heard at least this often (the stream, or the poll that replaces it), so up to here a report is as
 good as new."""
-HALF_LIFE_S = 5.0
-"""How long a report then takes to count half."""
+HALF_S = 5.0
+"""After how long a report then counts half."""
 ROWS_PER_STEP = 16.0
 """Decode rows that double the time of a step of one row: between a GPU, where steps hardly grow, and a CPU."""
 KV_CLIFF = 0.9
@@ -77,7 +77,8 @@ def price(f: Any, rates: Rates, block_size: int, now: float, most: Most) -> Pric
         now: The age of reports counts from here.
         most: The greater of two.
     """
-    trusted = 2.0 ** -(most(now - f.heard_at - GRACE_S, 0.0) / HALF_LIFE_S)
+    aged = most(now - f.heard_at - GRACE_S, 0.0) / HALF_S
+    trusted = 1 / (1 + aged * aged)  # no power: its last bit is another one in numpy's code for each CPU
     running, held = most(f.running, 1.0), most(f.held_blocks, 1.0)
     booked, coming = f.booked_tokens + f.booked_transfers, f.waiting + f.booked_requests + 1
     # A row and KV blocks for all that waits and for this request, as answers of average length end one after another. What waits

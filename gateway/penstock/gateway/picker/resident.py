@@ -23,7 +23,7 @@ class Resident:
         self._in_tiers: dict[Medium, ResidentColumn] = {}
 
     def cached(self, request: RequestView, comparable: Collection[ReplicaKey] | None) -> Floats:
-        """Prompt tokens by row that the KV caches would supply; see `FleetState.slate` for the arguments. float64 [rows]."""
+        """Prompt tokens by row that the KV caches would supply; see `Slates.of` for the arguments. float64 [rows]."""
         return self._found(self._cached, request, comparable)
 
     def with_tiers(

@@ -43,17 +43,17 @@ class Pick:
         call, model, tokens, state = passage.call, passage.model, passage.tokens, self._state
         decided = time.monotonic()
         request = _view(passage)
-        slate = state.slate(model, request, decided, subset=passage.subset, comparable=tokens.comparable)
+        slate = state.slates.of(model, request, decided, subset=passage.subset, comparable=tokens.comparable)
         if not slate.candidates:
             if passage.subset is not None:
                 which = "" if passage.adapter is None else f" with adapter {passage.adapter!r}"
                 message = f"model {model.name!r} has no ready replica{which} that the gateway allows; try again later"
                 raise Refused(503, message, "no_ready_replica", retry_after_s=SUBSET_RETRY_S)
             return None
-        prefill = state.prefill_slate(model, request, decided, subset=passage.subset, comparable=tokens.comparable)
+        prefill = state.slates.of_prefill(model, request, decided, subset=passage.subset, comparable=tokens.comparable)
         body = _renamed(passage)
         choice = choose(slate, model.policy, passage.subset, prefill=prefill)
-        state.picked(model)
+        state.slates.picked(model)
         state.routed(model, request, choice.key, choice.resident_tokens, decided, choice.ttft_s)
         pool, hop = choice.replica.pool, choice.hop
         booking, prefill_booking = self._book(choice, request, decided, passage.finishes)

@@ -64,9 +64,10 @@ class Resolve:
         yield from ((name, entry) for name, entry in self._names(self._pool(call)) if tenant.limits.may_use(name))
 
     def _names(self, pool: InferencePool | None) -> Iterator[tuple[str, dict[str, Any]]]:
-        for name, named in self._state.names.items():
+        for name, named in self._state.directory.names.items():
             if pool is None or named.model.id in pool.models:
-                yield name, listing.entry(name, named, self._prompts.max_model_len(self._state.replicas_of(named.model)))
+                replicas = self._state.directory.replicas_of(named.model)
+                yield name, listing.entry(name, named, self._prompts.max_model_len(replicas))
         if pool is not None and self._open_models(pool):
             for name, described in self._served.names(self._keys(pool)).items():
                 yield name, served.entry(described)
@@ -74,7 +75,7 @@ class Resolve:
     def unknown(self, name: str, call: Call, tenant: Tenant) -> Refused:
         """The refusal of a name that is not known here."""
         pool = self._pool(call)
-        there = [other for other, named in self._state.names.items() if pool is None or named.model.id in pool.models]
+        there = [other for other, named in self._state.directory.names.items() if pool is None or named.model.id in pool.models]
         if pool is not None and self._open_models(pool):
             there.extend(self._served.names(self._keys(pool)))
         message = unknown(name, [other for other in there if tenant.limits.may_use(other)])
@@ -85,7 +86,7 @@ class Resolve:
     def _named(self, passage: Passage, pool: InferencePool | None) -> Named | None:
         """What the body names; None where only an open pool can know it."""
         name = passage.body.model
-        named = self._state.names.get(name)
+        named = self._state.directory.names.get(name)
         if named is not None and (pool is None or named.model.id in pool.models):
             return named
         if pool is None or not self._open_models(pool):
@@ -103,7 +104,9 @@ class Resolve:
 
     def _side(self, passage: Passage, main: Model, pool: InferencePool | None) -> Model:
         """The model itself or one of its canaries."""
-        canaries = [it for it in self._state.names.canaries(main) if it.served_names and (pool is None or it.id in pool.models)]
+        canaries = [
+            it for it in self._state.directory.names.canaries(main) if it.served_names and (pool is None or it.id in pool.models)
+        ]
         if not canaries:
             return main
         key = conversation_key(passage.body.fields, passage.tenant.name, passage.request_id)
@@ -113,7 +116,7 @@ class Resolve:
         subset = self._narrowed(call, model, pool)
         return any(
             replica.ready and not replica.terminating and not replica.cordoned and (subset is None or subset.allows(replica))
-            for replica in self._state.replicas_of(model)
+            for replica in self._state.directory.replicas_of(model)
         )
 
     # --- pools ---
@@ -122,7 +125,7 @@ class Resolve:
         """The pool by whose port the request came; None for the gateway's own."""
         if call.inference_pool is None:
             return None
-        pool = self._state.inference_pool(call.inference_pool)
+        pool = self._state.directory.inference_pool(call.inference_pool)
         if pool is None:
             raise Refused(503, f"there is no InferencePool {call.inference_pool}", "no_inference_pool")
         return pool
@@ -144,7 +147,7 @@ class Resolve:
         passage.adapter = name if described.parent is not None else None
         serving = self._served.serving(name, keys)
         if len(serving) < len(keys):
-            passage.subset = only((self._state.replicas()[key] for key in serving), passage.call.subset)
+            passage.subset = only((self._state.directory.replicas[key] for key in serving), passage.call.subset)
 
     def _keys(self, pool: InferencePool) -> list[ReplicaKey]:
         return self._scopes.of(pool).keys
@@ -154,4 +157,4 @@ class Resolve:
         inside = self._scopes.of(pool).narrowed[model.id] if pool is not None else None
         if inside is None or call.subset is None:
             return inside if call.subset is None else call.subset
-        return only((replica for replica in self._state.replicas_of(model) if inside.allows(replica)), call.subset)
+        return only((replica for replica in self._state.directory.replicas_of(model) if inside.allows(replica)), call.subset)

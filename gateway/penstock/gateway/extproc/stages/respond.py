@@ -112,7 +112,7 @@ class Respond:
             asked: The data-parallel rank that the request named, where that is known.
         """
         rank = _rank(head)
-        return self._state.key_at(head.served.strip(), asked if rank is None else rank) if head.served else None
+        return self._state.directory.key_at(head.served.strip(), asked if rank is None else rank) if head.served else None
 
     def _judge(self, key: ReplicaKey, head: ResponseHead, reached: bool, now: float) -> None:
         """What the answer says of the replica's health."""

@@ -14,7 +14,7 @@ class Tokenise:
 
     async def run(self, passage: Passage) -> None:
         """Fills `tokens`, with a guess that says that it is one where they cannot be known."""
-        call, replicas = passage.call, self._state.replicas_of(passage.model)
+        call, replicas = passage.call, self._state.directory.replicas_of(passage.model)
         passage.tokens = await self._prompts.tokenize(
             replicas, call.path, call.body, passage.body.fields, passage.tenant.name, passage.adapter
         )
