@@ -151,8 +151,9 @@ def check_images(prefill, decode):
         turn = {"role": "user", "content": [{"type": kind, "text": "see"}, image, {"type": kind, "text": PROMPT}]}
         body = {"model": "tiny", "temperature": 0.0, "ignore_eos": True, limit: 12, prompt: [turn]}
         answer = post(decode, path, body, prefiller(prefill))
-        runs = [metric(server, "penstock_encoder_tokens") for server in (prefill, decode)]
-        assert runs == [TOKENS * (number + 1), 0]
+        encoded = TOKENS * (number + 1)
+        wait_for(lambda encoded=encoded: metric(prefill, "penstock_encoder_tokens") == encoded)
+        assert metric(decode, "penstock_encoder_tokens") == 0
         usage, said = answer["usage"], answer.get("output") or answer["choices"]
         cached = (usage.get("prompt_tokens_details") or usage.get("input_tokens_details"))["cached_tokens"]
         assert cached == sent(usage.get("prompt_tokens") or usage["input_tokens"]) > TOKENS
