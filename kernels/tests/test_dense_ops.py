@@ -115,6 +115,31 @@ def test_prepare_kv_writes_the_tokens_slots_and_no_other(ops_in, normalised, ang
     assert torch.equal(cache[untouched], expected[untouched]) and torch.equal(cache[:, 1], expected[:, 1])
 
 
+@pytest.mark.req("Q-17")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("cached", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+def test_scales_of_heads_divide_what_is_stored(ops_in, dtype, cached):
+    """Each byte is that of the value divided by its head's scale in float32, and rounded once; what is beyond is cut."""
+    ops, scales = ops_in(dtype), torch.tensor([[0.3, 7.0], [40.0, 1.0]])
+    q, k, v = (part.view(3, -1, 40).to(dtype) for part in (300 * torch.randn(3, 320)).split([160, 80, 80], -1))
+    cache, slots = torch.zeros(5, 2, 2, 4, 40, dtype=cached), torch.tensor([14, 4, 15])
+    ops.prepare_kv(q, k, v, cache, slots, Rotary(torch.ones(3, 20), torch.zeros(3, 20)), None, scales)
+    most = torch.finfo(cached).max
+    for side, values in enumerate((k, v)):
+        expected = (values.float() / scales[side, :, None]).clamp(-most, most).to(cached)
+        assert torch.equal(cache[slots // 4, side, :, slots % 4].view(torch.uint8), expected.view(torch.uint8))
+
+
+def test_scales_that_fit_no_cache_are_refused(native):
+    cache, x = torch.zeros(2, 2, 2, 4, 8), torch.randn(1, 2, 8)
+    rotary = Rotary(torch.ones(1, 4), torch.zeros(1, 4))
+    with pytest.raises(TypeError, match=r"scales of torch.float32, \[2, 2\], do not fit a cache of torch.float32"):
+        native(torch.float32).prepare_kv(x, x, x, cache, torch.tensor([4]), rotary, None, torch.ones(2, 2))
+    with pytest.raises(TypeError, match=r"scales of torch.float32, \[2, 1\], do not fit a cache of torch.float8_e4m3fn"):
+        kept = cache.to(torch.float8_e4m3fn)
+        native(torch.float32).prepare_kv(x, x, x, kept, torch.tensor([4]), rotary, None, torch.ones(2, 1))
+
+
 @pytest.mark.parametrize(("dtype", "cached"), [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)])
 def test_a_cache_of_another_dtype_is_written_as_in_the_reference(native, dtype, cached):
     """Keys are rounded once, from float32; values as they are."""

@@ -309,7 +309,7 @@ def test_experts_of_a_mixture(checkpoint, tmp_path, build_runner, driver):
     np.testing.assert_allclose(logprobs, expected, atol=2e-4)
 
 
-@pytest.mark.req("Q-24")
+@pytest.mark.req("Q-23")
 @pytest.mark.parametrize("form", ["best", "reference"])
 def test_weights_and_inputs_of_eight_bits_meet_as_whole_numbers(form, by_library, build_runner):
     """Each layer has the bits that the reference defines, which dequantized numbers do not have."""
