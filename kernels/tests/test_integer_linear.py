@@ -1,5 +1,8 @@
 """The linear layer over whole numbers of eight bits: every form has the bits that the reference defines, in any batch."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -129,3 +132,20 @@ def test_a_tape_repeats_it_and_a_call_checks_its_arguments(native):
         ops.integer_linear(x, weight, DYNAMIC, torch.ones(1), None, None)
     with pytest.raises(ValueError, match="60 inputs meet a weight of 64"):
         ops.integer_linear(x[:, :60], weight, DYNAMIC, None, None, None)
+
+
+def test_packing_takes_little_more_than_the_packed_weight():
+    """In a process of its own, whose peak is read: another weight of eight bits, and not one of 32."""
+    code = """if True:
+        import resource, torch
+        from penstock.kernels.integer_linear.reference import pack_integers
+        from penstock.kernels.quantized_linear.rounding import Rounding
+        torch.set_num_threads(1)
+        values, peak = torch.ones(4096, 4096, dtype=torch.int8), lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        pack_integers(values[:64], torch.ones(64, 1), None, 4096, Rounding("int8", True))
+        before = peak()
+        pack_integers(values, torch.ones(4096, 1), None, 4096, Rounding("int8", True))
+        print((peak() - before) / 2**10)
+    """
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert float(done.stdout) < 1.5 * 16, "MiB"

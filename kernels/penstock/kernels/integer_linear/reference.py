@@ -9,6 +9,7 @@ batch.
 import math
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -68,7 +69,8 @@ def pack_integers(
     whole = (len(first) - 1) * _whole_quads(common) + _whole_quads(inputs - int(first[-1]))
     quads = (F.pad(groups, (0, _whole_quads(common) - common)) if common % TOGETHER else groups).flatten(1)[:, :whole]
     panels = quads.unflatten(1, (-1, TOGETHER)).unflatten(0, (-1, LANES)).transpose(1, 2).contiguous()
-    sums = panels_of_groups(groups[:rows].sum(2, dtype=torch.int32))
+    # torch would widen all numbers before it adds them up.
+    sums = panels_of_groups(torch.from_numpy(groups[:rows].numpy().sum(2, dtype=np.int32)))
     own = first // group
     kept = None if zeros is None or not zeros.any() else panels_of_groups(zeros[:, own])
     return IntegerWeight(panels, panels_of_groups(scales.float()[:, own]), sums, kept, common, rows, inputs)
