@@ -310,7 +310,7 @@ def test_one_version_is_stored_and_every_field_explained(cluster: Cluster) -> No
         assert f"{kind}.spec.source.uri" in told
         silent = [path for path, node in told.items() if not node.get("description")]
         assert not silent, f"kubectl explain has nothing to say of {silent}"
-    said = cluster.kubectl("explain", "im.spec.pools.scaling.max")
+    said = eventually(lambda: cluster.kubectl("explain", "im.spec.pools.scaling.max"))  # kubectl may not know the new type yet
     assert "Never more replicas." in said
 
 

@@ -11,7 +11,7 @@ from e2e.cluster import lws
 from e2e.cluster.cluster import Cluster
 from e2e.cluster.phases import Phases
 from e2e.system import System
-from e2e.traffic import Answer, answers_of, clients, expect_answers_of, expect_no_loss
+from e2e.traffic import Answer, answers_of, clients, expect_answers_of, expect_no_loss, expect_streams_of
 from e2e.waiting import eventually
 
 Object = dict[str, Any]
@@ -56,6 +56,7 @@ def test_replicas_that_span_nodes(system: System, namespace: str, phases: Phases
             expect_quoted(cluster, namespace)
         with clients(system.url, NAME, CLIENTS, TOKENS) as asking, phases("a worker killed → its group made anew, as a whole"):
             eventually(lambda: expect_answers_of(asking, leaders(first)))
+            eventually(lambda: expect_streams_of(asking, leaders(first[:1])))
             kill(first[0][1])
             replaced = eventually(lambda: expect_replaced(cluster, namespace, first[:1], 2), seconds=180)
         assert uids(replaced[1]) == uids(first[1]), "the other group is left alone"

@@ -1,18 +1,23 @@
-"""Replicas of several ranks in one pod: they answer as one process does, and come back whole when a rank dies."""
+"""Replicas of several ranks in one pod: they answer as one process does, and come back whole when a rank dies. They find their
+pages in a shared store afterwards."""
 
 import os
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from e2e import models
+from e2e.cluster.network import GATEWAY
 from e2e.cluster.phases import Phases
 from e2e.system import System
 from e2e.waiting import eventually
-from penstock.api import headers
+from penstock.api import headers, metrics
+from testing.mooncake import Mooncake
 
 Object = dict[str, Any]
 ALONE, PAIR = "alone", "pair"
@@ -20,9 +25,25 @@ EXACT = {"dtype": "float32"}
 """Sums over ranks have another order than those of one process: in bfloat16 a near-tie could go either way."""
 
 
-def answer(system: System, model: str) -> str:
-    asked = system.openai().completions.create(model=model, prompt="What does json.loads do?", max_tokens=24, temperature=0)
+@pytest.fixture
+def store() -> Iterator[Mooncake]:
+    if not Mooncake.is_installed():
+        pytest.skip("Mooncake is not installed: make kv-parts")
+    running = Mooncake(GATEWAY)
+    yield running
+    running.close()
+
+
+def answer(system: System, model: str, prompt: str = "What does json.loads do?") -> str:
+    asked = system.openai().completions.create(model=model, prompt=prompt, max_tokens=24, temperature=0)
     return asked.choices[0].text
+
+
+def loaded_bytes(pod: Object) -> float:
+    """Of pages that have come from the shared store."""
+    lines = httpx.get(f"http://{pod['status']['podIP']}:8000/metrics", timeout=5).text.splitlines()
+    found = [it for it in lines if it.startswith(metrics.KV_OFFLOAD_BYTES) and 'tier="store"' in it and '_type="load"' in it]
+    return sum(float(line.rpartition(" ")[2]) for line in found)
 
 
 def children(pid: int) -> list[int]:
@@ -33,10 +54,11 @@ def children(pid: int) -> list[int]:
 
 @pytest.mark.parametrize("parallelism", [{"tensor": 2}, {"pipeline": 2}], ids=str)
 def test_two_ranks_in_a_pod_answer_as_one_process_and_fall_together(
-    system: System, namespace: str, phases: Phases, parallelism: dict[str, int]
+    system: System, namespace: str, phases: Phases, store: Mooncake, parallelism: dict[str, int]
 ) -> None:
     cluster = system.cluster
-    pair = models.small(PAIR, engine=EXACT, pools=[{"name": "cpu", "parallelism": parallelism}])
+    connector = {"type": "offload", "memory": "64Mi", "store": {"uri": store.uri, "size": "64Mi"}}
+    pair = models.small(PAIR, engine={**EXACT, "connector": connector}, pools=[{"name": "cpu", "parallelism": parallelism}])
     (flag,) = (f"--{name}-parallel-size=2" for name in parallelism)
 
     def container() -> Object:
@@ -54,6 +76,8 @@ def test_two_ranks_in_a_pod_answer_as_one_process_and_fall_together(
         (engine,) = pod["spec"]["containers"]
         assert flag in engine["args"] and engine["resources"]["requests"]["cpu"] == "2"
 
+        long = "What does json.loads do? " * 40
+        shared = answer(system, PAIR, long)
         before = container()
         ranks = children(int(before["containerID"].removeprefix("process://")))
         assert len(ranks) >= 3, "the core and two ranks"
@@ -65,6 +89,10 @@ def test_two_ranks_in_a_pod_answer_as_one_process_and_fall_together(
                 assert answer(system, PAIR) == said
 
             eventually(expect_again, seconds=120)
+        (pod,) = models.ready_pods(cluster, namespace, PAIR, 1).values()
+        assert loaded_bytes(pod) == 0
+        assert answer(system, PAIR, long) == shared
+        assert loaded_bytes(pod) > 0, "the pages of the process before"
 
 
 def test_requests_go_to_the_data_parallel_rank_that_holds_their_prefix(system: System, namespace: str, phases: Phases) -> None:

@@ -137,3 +137,8 @@ def expect_answers_of(asking: list[Client], replicas: set[str]) -> None:
     """All of these pods have answered something."""
     seen = {answer.replica for client in asking for answer in list(client.answers)}
     assert replicas <= seen, f"only {seen} of {replicas} have answered"
+
+
+def expect_streams_of(asking: list[Client], replicas: set[str]) -> None:
+    """One of these pods is amid an answer."""
+    assert any(client.replica in replicas and client.received > 2 for client in asking)
