@@ -55,6 +55,13 @@ def test_a_name_that_no_kernel_has_is_refused_with_those_that_there_are() -> Non
         choose_linear(needs(), FAKES, {"nwe"})
 
 
+def test_weights_that_move_are_in_no_layout_that_only_a_library_knows(caplog) -> None:
+    caplog.set_level(logging.INFO)
+    assert linear_method(torch.float32, REFERENCE) is PrepackedLinearMethod
+    assert linear_method(torch.float32, REFERENCE, moves=True) is UnquantizedLinearMethod
+    assert "onednn: weights in its layout cannot move, as --enable-eplb has experts do" in caplog.text
+
+
 def test_the_environment_takes_kernels_away(monkeypatch, caplog) -> None:
     caplog.set_level(logging.INFO)
     assert linear_method(torch.float32, REFERENCE) is PrepackedLinearMethod

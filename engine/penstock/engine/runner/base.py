@@ -228,7 +228,8 @@ class RunnerBase(Turns[Runtime, Step, Sampled]):
             self._comm = self._group.connect(self.ops)
         if self._expert_group is not None:
             self._exchange = ExpertExchange(self._expert_group, self.ops)
-        self._plain_method = linear_method(self._dtype, self.ops, self.config.threads, self._device)
+        moves = self.config.parallel.eplb is not None
+        self._plain_method = linear_method(self._dtype, self.ops, self.config.threads, self._device, moves=moves)
         method = quantized(self._plain_method, self.config.model.quantization, self.ops, self.config.threads, self._device)
         self._linear_method = self._lora.wrap(self._as_stored(method), self.ops)
         with large_blocks_apart():

@@ -9,6 +9,8 @@ LANES = 16
 
 WORD_BYTES = 4
 """Of inputs that stand side by side for each output: a pair in bfloat16, one in float32."""
+ROWS = 32
+"""Of each product of `linear_rows`."""
 
 
 def pack_weight(weight: torch.Tensor) -> torch.Tensor:
@@ -20,6 +22,22 @@ def pack_weight(weight: torch.Tensor) -> torch.Tensor:
     padded = F.pad(weight, (0, missing[0], 0, missing[1])) if any(missing) else weight.contiguous()
     words = padded.view(torch.int32).view(-1, LANES, padded.shape[1] // word)
     return words.transpose(1, 2).contiguous().view(weight.dtype).view(*words.shape[::2], LANES, word)
+
+
+def linear_rows(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """x · weightᵀ + bias by torch; a row's result is a function of that row. How many rows a product has decides which kernel a
+    CPU's library takes, and with it a row's last bits: so each has the same number.
+
+    Args:
+        x: [n, in].
+        weight: [out, in].
+        bias: [out].
+
+    Returns:
+        [n, out].
+    """
+    parts = F.pad(x, (0, 0, 0, -x.shape[0] % ROWS)).split(ROWS)
+    return torch.cat([F.linear(part, weight, bias) for part in parts])[: x.shape[0]]
 
 
 def linear(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None, out_features: int) -> torch.Tensor:

@@ -39,6 +39,8 @@ class LinearNeeds(NamedTuple):
     device: torch.device
     capability: tuple[int, int] | None
     """Compute capability of a CUDA device."""
+    moves: bool = False
+    """Whether experts go from process to process, so that the kernel's weights must be plain tensors."""
 
 
 class Candidate(NamedTuple):
@@ -54,15 +56,17 @@ class Candidate(NamedTuple):
     """What users should know when it is chosen."""
 
 
-def linear_method(dtype: torch.dtype, ops: Ops, threads: int = 1, device: torch.device = CPU) -> LinearMethodFactory:
-    """Returns the unquantised method for a dtype.
+def linear_method(
+    dtype: torch.dtype, ops: Ops, threads: int = 1, device: torch.device = CPU, *, moves: bool = False
+) -> LinearMethodFactory:
+    """Returns the unquantised method for a dtype. See `LinearNeeds` for the arguments.
 
     Raises:
         ConfigError: No kernel can serve it here, or the environment disables one that does not exist; the message says why.
     """
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
     names = {name.strip() for name in os.environ.get(DISABLED_VARIABLE, "").split(",")} - {""}
-    return choose_linear(LinearNeeds(dtype, ops, threads, device, capability), KERNELS, names)
+    return choose_linear(LinearNeeds(dtype, ops, threads, device, capability, moves), KERNELS, names)
 
 
 def choose_linear(
@@ -118,6 +122,8 @@ def _no_native_threads(needs: LinearNeeds) -> str | None:
 
 def _no_onednn(needs: LinearNeeds) -> str | None:
     """Tries it, since it is private to torch and depends on the CPU."""
+    if needs.moves:
+        return "weights in its layout cannot move, as --enable-eplb has experts do"
     projection = Projection("trial", Span(48, 0, 48), Span(32, 0, 32), offset=0)
     layer = LinearLayer("trial", (projection,), bias=False, dtype=needs.dtype)
     plain, packed = UnquantizedLinearMethod(layer), PrepackedLinearMethod(layer)

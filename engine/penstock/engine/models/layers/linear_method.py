@@ -9,10 +9,8 @@ import torch.nn.functional as F
 from penstock.engine.config import ConfigError
 from penstock.engine.models.layers.projection import Axis, LinearLayer, Projection, TensorSpec
 from penstock.kernels.experts.table import PackedLayer
-from penstock.kernels.linear.reference import pack_weight
+from penstock.kernels.linear.reference import linear_rows, pack_weight
 
-# Below four rows float32 GEMM takes other paths, with other bits, so that a lone request would differ from one in a batch.
-PLAIN_MIN_ROWS = 4
 CPU = torch.device("cpu")
 
 
@@ -118,10 +116,7 @@ class UnquantizedLinearMethod:
 
     def apply(self, x: torch.Tensor) -> torch.Tensor:
         """[n, in] → [n, out]; a row's result does not depend on the others."""
-        rows = x.shape[0]
-        if rows >= PLAIN_MIN_ROWS:
-            return F.linear(x, self.weight, self.bias)
-        return F.linear(F.pad(x, (0, 0, 0, PLAIN_MIN_ROWS - rows)), self.weight, self.bias)[:rows]
+        return linear_rows(x, self.weight, self.bias)
 
 
 class DeviceLinearMethod(UnquantizedLinearMethod):
@@ -143,7 +138,8 @@ class DeviceLinearMethod(UnquantizedLinearMethod):
 
 
 class PrepackedLinearMethod(UnquantizedLinearMethod):
-    """The weight in oneDNN's layout, reordered once: less time at small batches, and the same bits at every batch size.
+    """The weight in oneDNN's layout, reordered once: less time at small batches, and the same bits at every batch size, but for
+    bfloat16 on CPUs with AMX.
 
     oneDNN compiles a kernel for each number of rows (over a millisecond, half a megabyte that is kept), so that rows are padded
     to few numbers.
@@ -159,7 +155,7 @@ class PrepackedLinearMethod(UnquantizedLinearMethod):
         raise ConfigError("--enable-eplb: experts whose weights are in oneDNN's layout do not move (use one thread)")
 
     def apply(self, x: torch.Tensor) -> torch.Tensor:
-        """[n, in] → [n, out]; a row's result does not depend on the others."""
+        """[n, in] → [n, out]; a row's result does not depend on the others, with AMX but for its last bits."""
         rows = x.shape[0]
         padded = padded_rows(rows)
         if padded == rows:
@@ -200,9 +196,10 @@ class NativeLinearMethod(UnquantizedLinearMethod):
 
 
 def padded_rows(rows: int) -> int:
-    """The next number of rows for which there may be a kernel: all up to 16, then multiples of 8, 16 and 64."""
+    """The next number of rows for which there may be a kernel: 2 to 16, then multiples of 8, 16 and 64. That for a single row
+    adds long sums up in another order."""
     if rows <= 16:
-        return rows
+        return max(rows, 2)
     step = 8 if rows <= 64 else 16 if rows <= 256 else 64
     return -(-rows // step) * step
 
