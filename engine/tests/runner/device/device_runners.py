@@ -34,7 +34,7 @@ FORMS = DeviceForms(device_reference_ops(), STEP_REFERENCE, sampling.REFERENCE)
 def device_weights() -> Iterator[None]:
     """Runners that are loaded within hold weights as on a device: in place and as they are, not in a CPU's own order."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(base, "linear_method", lambda *_: DeviceLinearMethod)
+        patch.setattr(base, "linear_method", lambda *_, **__: DeviceLinearMethod)
         yield
 
 
