@@ -17,7 +17,7 @@ from e2e.cluster.phases import Phases
 from e2e.system import System
 from e2e.waiting import eventually
 from penstock.api import headers, metrics
-from testing.mooncake import Mooncake
+from testing.mooncake_processes import Mooncake
 
 Object = dict[str, Any]
 ALONE, PAIR = "alone", "pair"

@@ -15,7 +15,7 @@ from penstock.engine.connectors import lookups, lower_tier, mooncake_store
 from penstock.engine.connectors.mooncake_store import MooncakeStore
 from penstock.engine.connectors.moves import PageFile, page_name
 from penstock.engine.connectors.store_address import store_address
-from testing.mooncake import Mooncake
+from testing.mooncake_processes import Mooncake
 
 FAMILY = "gemma2"
 """It has windows: two groups of pages."""
