@@ -35,8 +35,8 @@ from rich.table import Table
 
 from penstock.engine.args import EngineArgs
 from penstock.engine.connectors.load_costs import LoadCosts
-from penstock.engine.core.ipc.process import build_core, build_executor
-from penstock.engine.messages import AbortRequests, AddRequest
+from penstock.engine.core.ipc.process import READ_POLL_MS, build_core, build_executor
+from penstock.engine.messages import AbortRequests, AddRequest, StepOutputs
 from penstock.engine.sampling import SamplingParams
 from penstock.engine.stats import OffloadStats
 
@@ -48,7 +48,7 @@ ROOM = LONGEST + LONGEST // 4
 HEADS, WIDE, LAYERS = 6, 32, 6
 """Attention heads of the model, and of one whose pages of `LONGEST` tokens have 100 MB."""
 DECODERS, DECODED = 3, 100
-ROUNDS, QUICK_ROUNDS = 5, 1
+ROUNDS, QUICK_ROUNDS = 3, 1
 PULLS, QUICK_PULLS = 50, 5
 GATE, SLACK_S, EVEN_GATE, DECODE_GATE = 1.1, 5e-4, 0.2, 1.05
 DISK_BYTES = 2**32
@@ -94,6 +94,13 @@ class Engine:
         self._core = build_core(config, executor, found, epoch=1)
         self._added, self._ended = 0, set[int]()
 
+    def _turn(self) -> StepOutputs | None:
+        """A step, and the pause that the core's process makes where it only waits for pages: their threads need the time."""
+        frame = self._core.step()
+        if not self._core.has_work:
+            time.sleep(READ_POLL_MS / 1000)
+        return frame
+
     def add(self, tokens: list[int], max_tokens: int = 1) -> int:
         """Adds a request and returns its number."""
         self._added += 1
@@ -104,7 +111,7 @@ class Engine:
         """The seconds of each step until something is so."""
         seconds, before = list[float](), time.perf_counter()
         while not until():
-            frame = self._core.step()
+            frame = self._turn()
             self._ended |= {it.index for it in frame.finished} if frame is not None else set()
             now = time.perf_counter()
             seconds.append(now - before)
@@ -123,7 +130,7 @@ class Engine:
         """Seconds to the first token."""
         began = time.perf_counter()
         self.add(tokens)
-        while (frame := self._core.step()) is None or not frame.finished:
+        while (frame := self._turn()) is None or not frame.finished:
             pass
         if frame.finished[0].error is not None:
             raise RuntimeError(f"a request failed: {frame.finished[0]}")
@@ -140,7 +147,7 @@ class Engine:
         while self._core.has_work or self._core.is_reading:
             if time.monotonic() > deadline:
                 raise RuntimeError("pages are still on their way to the disk")
-            self._core.step()
+            self._turn()
 
     def second_turn(self, length: int, seed: int) -> float:
         """Seconds to the first token of a prompt whose pages have left the KV cache."""
