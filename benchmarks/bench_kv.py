@@ -172,6 +172,12 @@ class Engine:
         assert self._core._offload is not None  # pyright: ignore[reportPrivateUsage]
         return self._core._offload._costs  # pyright: ignore[reportPrivateUsage]
 
+    @property
+    def loaded_pages(self) -> int:
+        """From the host's memory, in all."""
+        offload = self._core._offload  # pyright: ignore[reportPrivateUsage]
+        return 0 if offload is None else offload._loaded  # pyright: ignore[reportPrivateUsage]
+
     def close(self) -> None:
         """Ends it."""
         self._core.close()
@@ -275,12 +281,12 @@ def measure_decodes(rounds: int) -> dict[str, Any]:
 
 
 def _beside_decoders(engine: Engine, prompt: list[int]) -> dict[str, list[float]]:
-    """Seconds of each step: before a prompt comes, and until its own step, where its pages are loaded or its tokens computed."""
+    """Seconds of each step: before a prompt comes, and until its pages are loaded, or where none are, until its own step."""
     decoders = [engine.add([2 + at] * BLOCK, LONGEST // 4) for at in range(DECODERS)]
     count = iter(range(DECODED))
     before = engine.steps(lambda: next(count, None) is None)[DECODED // 4 :]
-    last = engine.add(prompt)
-    during = engine.steps(lambda: engine.ended(last))
+    last, loaded = engine.add(prompt), engine.loaded_pages
+    during = engine.steps(lambda: engine.ended(last) or engine.loaded_pages > loaded)
     engine.stop(*decoders)
     engine.settle()
     return {"before": before, "during": during}
