@@ -303,7 +303,8 @@ def show(results: dict[str, Any]) -> None:
         "bytes a second of loads:", ", ".join(f"{tier} {rate:.2e}" for tier, rate in results["load_bytes_per_s"].items())
     )
     for tier, even in results["even_tokens"].items():
-        console.print(f"{tier}: loads pay from {even['measured']} tokens on; by the engine's costs {even['foretold']}")
+        found = f"{tier}: loads pay from {even['measured']} tokens on; by the engine's costs {even['foretold']}"
+        console.print(f"{found}; the gate is {EVEN_GATE:.0%}")
     console.print(f"gate missed: {', '.join(results['missed'])}" if results["missed"] else "gate met")
 
 

@@ -132,6 +132,18 @@ def pair(checkpoint, build_runner, tmp_path):
         side.core.close()
 
 
+def poison(lender, monkeypatch):
+    """Has the lender send other bytes than it holds sums of."""
+    [outlet] = lender._outlets.values()
+    send = outlet.send
+
+    def poisoned(stream, slots):
+        lender._slots[slots] ^= 1
+        send(stream, slots)
+
+    monkeypatch.setattr(outlet, "send", poisoned)
+
+
 def several(number=4):
     """Greedy and random ones with prompts of their own, which fill a block at least."""
     found = [it for it in requests(adjusted=False) if len(it.prompt_token_ids) > 40]
@@ -257,14 +269,7 @@ def test_pages_that_do_not_come_are_computed_and_counted(pair, monkeypatch, faul
             monkeypatch.setattr(reader_module, "PULL_S", 0.5)
             monkeypatch.setattr(lender, "_serve", lambda sock: time.sleep(5))
         case _:
-            [outlet] = lender._outlets.values()
-            send = outlet.send
-
-            def poisoned(stream, slots):
-                lender._slots[slots] ^= 1
-                send(stream, slots)
-
-            monkeypatch.setattr(outlet, "send", poisoned)
+            poison(lender, monkeypatch)
     decode.computed = 0
     decode.add(msgspec.structs.replace(request, remote=remote))
     if fault == "stopped":
@@ -403,14 +408,7 @@ def test_a_page_that_one_stage_lacks_is_computed_by_all(pair, monkeypatch, fault
         case "revoked":
             lender.revoke(remote.lease)
         case "poisoned":
-            [outlet] = lender._outlets.values()
-            send = outlet.send
-
-            def poisoned(stream, slots):
-                lender._slots[slots] ^= 1
-                send(stream, slots)
-
-            monkeypatch.setattr(outlet, "send", poisoned)
+            poison(lender, monkeypatch)
         case _:  # the last page
             lender._leases[remote.lease].popitem()
             come = remote.num_tokens // block - 1

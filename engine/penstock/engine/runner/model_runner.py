@@ -292,10 +292,8 @@ class ModelRunner(RunnerBase[HostRuntime, HostStep, StepResult]):
             if (three := self._positions.apply(plan.rows, starts, plan.num_new_tokens, inputs.positions.numpy())) is not None:
                 inputs = dataclasses.replace(inputs, positions=torch.from_numpy(three))
         ends = self._images.ends(plan.rows, starts, plan.num_new_tokens)
-        of_layers, scales = (
-            inputs.groups.of_layers(self._layer_groups[: self.decoder_config.num_layers], ends),
-            self._own_kv_scales,
-        )
+        of_layers = inputs.groups.of_layers(self._layer_groups[: self.decoder_config.num_layers], ends)
+        scales = self._own_kv_scales
         ctx = ForwardContext(self.ops, self.kv_caches, of_layers, kv_scales=scales)
         if (group := self._group) is not None and group.world == 1:
             group.memory.tick(0)  # a tape says nothing at its layers

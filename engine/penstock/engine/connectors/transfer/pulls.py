@@ -25,8 +25,7 @@ class _Pull(msgspec.Struct):
     keys: list[Key]
     slots: list[int]
     began: float
-    """Unix time in seconds, as `until`."""
-    until: float
+    """Unix time in seconds."""
     heard: list[Pulled] = []
 
 
@@ -84,7 +83,7 @@ class Pulls:
         self._number += 1
         self.num_pulls += 1
         keys, slots = [key for key, _ in taken], [slot for _, slot in taken]
-        self._under[self._number] = _Pull(index, keys, slots, now, now + PATIENCE_S)
+        self._under[self._number] = _Pull(index, keys, slots, now)
         pages = [Page(key.group, key.block_hash, slot) for key, slot in taken]
         self._due.append(Errand("pull", remote.lease, self._number, pages, _peer(remote)))
         return True
@@ -121,7 +120,7 @@ class Pulls:
     def take_waits(self, now: float) -> list[int]:
         """Requests that need wait no longer: their pages are there, or do not come."""
         for pull in self._under.values():
-            if pull.index >= 0 and now >= pull.until:
+            if pull.index >= 0 and now >= pull.began + PATIENCE_S:
                 self._over.append(pull.index)
                 pull.index = -1
         over, self._over = self._over, []
