@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import yaml
 from safetensors.torch import load_file, save_file
 
@@ -138,3 +139,10 @@ def expect_gone(cluster: Cluster, namespace: str, name: str) -> None:
     """Fails while anything of the model is left."""
     left = [f"{item['kind']}/{item['metadata']['name']}" for item in belongings(cluster, namespace, name)]
     assert not left, f"{', '.join(left)} are left"
+
+
+def metric(pod: Object, name: str, *having: str) -> float:
+    """The sum of a metric's samples that an engine shows with these labels, each as `name="value"`."""
+    lines = httpx.get(f"http://{pod['status']['podIP']}:8000/metrics", timeout=5).text.splitlines()
+    found = [line for line in lines if line.startswith(name) and all(label in line for label in having)]
+    return sum(float(line.rpartition(" ")[2]) for line in found)

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from e2e import models
@@ -41,9 +40,7 @@ def answer(system: System, model: str, prompt: str = "What does json.loads do?")
 
 def loaded_bytes(pod: Object) -> float:
     """Of pages that have come from the shared store."""
-    lines = httpx.get(f"http://{pod['status']['podIP']}:8000/metrics", timeout=5).text.splitlines()
-    found = [it for it in lines if it.startswith(metrics.KV_OFFLOAD_BYTES) and 'tier="store"' in it and '_type="load"' in it]
-    return sum(float(line.rpartition(" ")[2]) for line in found)
+    return models.metric(pod, metrics.KV_OFFLOAD_BYTES, 'tier="store"', 'transfer_type="load"')
 
 
 def children(pid: int) -> list[int]:

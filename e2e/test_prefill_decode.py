@@ -9,8 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import httpx
-
 from e2e import models
 from e2e.cluster.cluster import Cluster
 from e2e.cluster.phases import Phases
@@ -40,9 +38,7 @@ def answer(system: System, model: str, text: str, tokens: int = 24) -> str:
 
 def lent(pod: Object) -> float:
     """Prompts that the decode replica had computed elsewhere."""
-    lines = httpx.get(f"http://{pod['status']['podIP']}:8000/metrics", timeout=5).text.splitlines()
-    found = [line for line in lines if line.startswith(metrics.REMOTE_PREFILLS) and 'result="lent"' in line]
-    return sum(float(line.rpartition(" ")[2]) for line in found)
+    return models.metric(pod, metrics.REMOTE_PREFILLS, 'result="lent"')
 
 
 def test_a_pair_of_pools_answers_as_one_replica_and_outlives_either_side(
