@@ -162,10 +162,9 @@ class Engine:
         self.settle()
         return self.ttft([*first, 2])
 
-    @property
-    def prefill_tokens_per_s(self) -> float:
-        """As it reports it."""
-        return self._core.stats().report.prefill_tokens_per_s
+    def compute_s(self, tokens: int) -> float:
+        """Seconds to compute so many of a prompt, as it reckons."""
+        return self._core._meter.prompt_cost.seconds(0, tokens)  # pyright: ignore[reportPrivateUsage]
 
     def costs(self) -> LoadCosts:
         """What it has learned of loads."""
@@ -239,17 +238,18 @@ def _even(milliseconds: dict[str, dict[int, float]], tier: str) -> float | None:
 
 def _foretold(engine: Engine, tier: str) -> float | None:
     """The same by the engine's own costs: where a load takes as long as to compute its tokens."""
-    costs, now, speed = engine.costs(), time.time(), engine.prefill_tokens_per_s
+    costs, now = engine.costs(), time.time()
     lines = [costs.memory.line(now)] + ([] if tier == "memory" else [costs.lower["disk"].line(now)])
     known = [line for line in lines if line is not None]
-    gain = 1 / speed - sum(each for _, each in known) / BLOCK
-    return round(sum(fixed for fixed, _ in known) / gain, 1) if len(known) == len(lines) and gain > 0 else None
+    fixed, each = sum(line[0] for line in known), sum(line[1] for line in known) / BLOCK
+    pays = (n for n in range(1, LONGEST) if engine.compute_s(n) >= fixed + each * n)
+    return next(pays, None) if len(known) == len(lines) else None
 
 
 def measure_decodes(rounds: int) -> dict[str, Any]:
     """What loads and stores do to those who decode: mean seconds of a step meanwhile, over those without."""
     ratios: dict[str, list[float]] = {"load": [], "store": []}
-    longest: dict[str, list[float]] = {"before": [], "load": []}
+    longest: dict[str, list[float]] = {"alone": [], "load": []}
     with tempfile.TemporaryDirectory() as name:
         model = Path(name) / "model"
         save_model(model, WIDE)
@@ -258,16 +258,17 @@ def measure_decodes(rounds: int) -> dict[str, Any]:
         for seed in range(rounds + 1):
             drawn = torch.Generator().manual_seed(seed)
             prompt, *others = (torch.randint(0, 8000, (LONGEST - 1,), generator=drawn).tolist() for _ in range(3))
-            store = [_beside_decoders(engine, prompt)["during"] for engine in (tiered, plain)]
+            store = [_beside_decoders(engine, prompt) for engine in (tiered, plain)]
             for other in others:
                 tiered.ttft(other)
                 tiered.settle()
             load = _beside_decoders(tiered, prompt)
+            alone = _decoders_alone(tiered, len(load))
             if seed:
                 ratios["store"].append(statistics.mean(store[0]) / statistics.mean(store[1]))
-                ratios["load"].append(statistics.mean(load["during"]) / statistics.median(load["before"]))
-                longest["before"].append(max(load["before"]))
-                longest["load"].append(max(load["during"]))
+                ratios["load"].append(statistics.mean(load) / statistics.mean(alone))
+                longest["alone"].append(max(alone))
+                longest["load"].append(max(load))
         moved = token_bytes(WIDE) * (LONGEST - BLOCK)
         for engine in (tiered, plain):
             engine.close()
@@ -280,16 +281,31 @@ def measure_decodes(rounds: int) -> dict[str, Any]:
     }
 
 
-def _beside_decoders(engine: Engine, prompt: list[int]) -> dict[str, list[float]]:
-    """Seconds of each step: before a prompt comes, and until its pages are loaded, or where none are, until its own step."""
-    decoders = [engine.add([2 + at] * BLOCK, LONGEST // 4) for at in range(DECODERS)]
-    count = iter(range(DECODED))
-    before = engine.steps(lambda: next(count, None) is None)[DECODED // 4 :]
+def _beside_decoders(engine: Engine, prompt: list[int]) -> list[float]:
+    """Seconds of each step from when a prompt comes until its pages are loaded, or where none are, until its own step."""
+    decoders = _decoders(engine)
     last, loaded = engine.add(prompt), engine.loaded_pages
     during = engine.steps(lambda: engine.ended(last) or engine.loaded_pages > loaded)
     engine.stop(*decoders)
     engine.settle()
-    return {"before": before, "during": during}
+    return during
+
+
+def _decoders_alone(engine: Engine, steps: int) -> list[float]:
+    """Seconds of each of as many steps with nothing beside them: as far in their answers, since the KV that they read grows."""
+    decoders, count = _decoders(engine), iter(range(steps))
+    alone = engine.steps(lambda: next(count, None) is None)
+    engine.stop(*decoders)
+    engine.settle()
+    return alone
+
+
+def _decoders(engine: Engine) -> list[int]:
+    """Requests that have run `DECODED` steps."""
+    decoders = [engine.add([2 + at] * BLOCK, LONGEST // 4) for at in range(DECODERS)]
+    count = iter(range(DECODED))
+    engine.steps(lambda: next(count, None) is None)
+    return decoders
 
 
 def show(results: dict[str, Any]) -> None:
@@ -316,7 +332,7 @@ def show_decodes(results: dict[str, Any]) -> None:
         table.add_row(kind, f"{ratio:.3f}", str(results["gate"]))
     Console(width=120).print(table)
     longest = results["longest_step_ms"]
-    Console(width=120).print(f"longest step: {longest['before']} ms before, {longest['load']} ms during a load")
+    Console(width=120).print(f"longest step: {longest['alone']} ms alone, {longest['load']} ms during a load")
 
 
 def show_transports(rates: dict[str, Any]) -> None:

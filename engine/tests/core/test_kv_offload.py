@@ -10,6 +10,7 @@ from penstock.api.events import BlockStored
 from penstock.engine.cache.layout import KVGroup
 from penstock.engine.connectors.load_queue import LoadQueue
 from penstock.engine.connectors.sightings import Sightings
+from penstock.engine.core.measure.load import CopyPace
 from penstock.engine.core.scheduling.request import RequestStatus
 
 BLOCK = 4
@@ -125,17 +126,15 @@ def test_others_run_while_a_request_waits_for_its_pages():
 
 
 def beside_a_decode(depth: int) -> Machine:
-    """A prompt whose seven pages come back two at a time, since half a step of those who decode takes no more."""
+    """A prompt whose seven pages come back two at a time, since copies beside those who decode take no longer."""
     machine = make(depth=depth)
     offload = machine.scheduler._offload
     assert offload is not None
     machine.add(make_request(0, PROMPT, 6))
     machine.run()
     flood(machine, 1)
-    offload._loads = LoadQueue(
-        250_000_000
-    )  # at a gigabyte a second a quarter of a second a page, of which half a second holds two
-    offload._step_s = lambda prefill_tokens, decodes: 1.0 if decodes else 0.0
+    offload._loads = LoadQueue(250_000_000)  # a quarter of a second a page, at a gigabyte a second
+    offload._pace = lambda prefill_tokens, decodes: CopyPace(1.0 if decodes else 0.0, 0.5)
     machine.add(make_request(60, [7, 7], 12))
     machine.step()
     again(machine, 50)

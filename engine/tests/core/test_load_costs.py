@@ -1,6 +1,7 @@
 """Loading or computing: what is learned of loads, and what follows from it for requests."""
 
 import random
+from collections.abc import Callable
 
 import pytest
 from fake_runner import reference
@@ -12,7 +13,14 @@ from penstock.engine.connectors.load_queue import Load, LoadQueue
 from penstock.engine.connectors.lower_tier import LowerTier
 from penstock.engine.connectors.moves import Moved, PageFile
 from penstock.engine.connectors.tier_index import Key
+from penstock.engine.core.measure.load import CopyPace
+from penstock.engine.core.measure.prompt_cost import PromptCost, chunk_pairs
 from penstock.engine.core.scheduling.request import Request
+
+
+def at(tokens_per_s: float) -> Callable[[int, int], float]:
+    """Prompts are computed as fast as that, whatever is before."""
+    return lambda start, tokens: tokens / tokens_per_s
 
 
 def learned(fixed: float, each: float, sizes: list[int]) -> TierLoads:
@@ -31,24 +39,51 @@ def test_the_fixed_part_of_a_load_is_told_from_that_of_each_page(fixed: float, e
 
 def test_the_break_even_is_where_both_take_the_same_time() -> None:
     """n* = fixed / (time to compute a token - time to load one), within a tenth."""
-    costs = LoadCosts(lambda: 1000.0)
+    costs = LoadCosts(at(1000.0))
     costs.memory = learned(0.02, 0.004, [1, 3, 40, 20, 7] * 8)
     even = 0.02 / (1 / 1000 - 0.004 / 16)
-    assert not costs.pays(int(even * 0.9), round(even * 0.9 / 16), 40.0)
-    assert costs.pays(int(even * 1.3), round(even * 1.3 / 16), 40.0)
+    assert not costs.pays(0, int(even * 0.9), round(even * 0.9 / 16), 40.0)
+    assert costs.pays(0, int(even * 1.3), round(even * 1.3 / 16), 40.0)
+
+
+def test_a_late_part_of_a_long_prompt_is_loaded_where_an_early_one_is_computed() -> None:
+    """A load takes as long wherever in its prompt it is; computing takes longer, the more tokens are before."""
+    prompts = PromptCost()
+    costs = LoadCosts(prompts.seconds)
+    costs.memory.observe(4, 0.02, 0.0)
+    assert costs.pays(0, 64, 4, 0.0), "how fast prompts are computed is unknown"
+    for start, tokens in [(0, 1024), (1024, 1024), (0, 300), (1024, 500), (300, 17), (2048, 1024)] * 5:
+        pairs = chunk_pairs(start + tokens, tokens)
+        prompts.observe(tokens, pairs, 2e-4 * tokens + 1e-7 * pairs)
+    assert prompts.seconds(0, 64) == pytest.approx(2e-4 * 64 + 1e-7 * 64 * 65 / 2)
+    assert prompts.seconds(4096, 64) == pytest.approx(2e-4 * 64 + 1e-7 * 64 * (4096 + 65 / 2))
+    assert not costs.pays(0, 64, 4, 0.0) and costs.pays(4096, 64, 4, 0.0)
+
+
+@pytest.mark.parametrize(("each", "pair"), [(2e-4, 0.0), (0.0, 1e-7)])
+def test_prompts_of_one_length_or_of_one_kind_of_work_have_no_negative_cost(each: float, pair: float) -> None:
+    alike, noisy, noise = PromptCost(), PromptCost(), random.Random(1)
+    for tokens in [200] * 5:
+        alike.observe(tokens, chunk_pairs(tokens, tokens), 0.05)
+    assert alike.seconds(0, 200) == pytest.approx(0.05) and alike.seconds(0, 100) == pytest.approx(0.025)
+    for tokens in [64, 512, 1024, 128] * 10:
+        pairs = chunk_pairs(tokens, tokens)
+        noisy.observe(tokens, pairs, (each * tokens + pair * pairs) * noise.uniform(0.8, 1.2))
+        assert noisy.seconds(0, 1) >= 0 and noisy.seconds(0, 1024) > 0
+    assert noisy.seconds(0, 1024) == pytest.approx(each * 1024 + pair * chunk_pairs(1024, 1024), rel=0.15)
 
 
 def test_nothing_is_declined_as_long_as_a_time_is_unknown() -> None:
     speed = 0.0
-    costs = LoadCosts(lambda: speed)
-    assert costs.pays(16, 1, 0.0)
+    costs = LoadCosts(lambda start, tokens: tokens / speed if speed else 0.0)
+    assert costs.pays(0, 16, 1, 0.0)
     costs.memory.observe(1, 5.0, 0.0)
-    assert costs.pays(16, 1, 1.0), "how fast prompts are computed is unknown"
+    assert costs.pays(0, 16, 1, 1.0), "how fast prompts are computed is unknown"
     speed = 1e6
-    assert not costs.pays(16, 1, 1.0) and costs.memory.declined_tokens == 16
-    assert costs.pays(16, 1, 1.0, lower="disk"), "of the disk nothing is known"
+    assert not costs.pays(0, 16, 1, 1.0) and costs.memory.declined_tokens == 16
+    assert costs.pays(0, 16, 1, 1.0, lower="disk"), "of the disk nothing is known"
     costs.lower["disk"].observe(1, 5.0, 1.0)
-    assert not costs.pays(16, 1, 1.0, lower="disk") and costs.lower["disk"].declined_tokens == 16
+    assert not costs.pays(0, 16, 1, 1.0, lower="disk") and costs.lower["disk"].declined_tokens == 16
 
 
 def test_what_is_old_is_forgotten_so_that_a_tier_gets_another_chance() -> None:
@@ -81,7 +116,7 @@ def machine_with(costs: LoadCosts, depth: int = 1) -> Machine:
 
 @pytest.mark.parametrize(("tokens_per_s", "loads"), [(1e9, False), (1e-9, True)])
 def test_a_request_computes_what_a_load_would_bring_more_slowly(tokens_per_s: float, loads: bool) -> None:
-    costs = LoadCosts(lambda: tokens_per_s)
+    costs = LoadCosts(at(tokens_per_s))
     costs.memory.observe(7, 2.0, 0.0)
     machine = machine_with(costs)
     again(machine, 50)
@@ -95,7 +130,7 @@ def test_a_request_computes_what_a_load_would_bring_more_slowly(tokens_per_s: fl
 
 
 def test_a_load_is_timed_from_the_decision_until_its_pages_are_there() -> None:
-    costs = LoadCosts(lambda: 1.0)
+    costs = LoadCosts(at(1.0))
     machine = machine_with(costs, depth=2)
     assert costs.memory.seconds(7, machine.now) is None
     again(machine, 50)
@@ -107,25 +142,42 @@ def test_a_load_is_timed_from_the_decision_until_its_pages_are_there() -> None:
     assert offload.tokens_per_s("memory", machine.now + FORGET_S) == offload.tokens_per_s("disk", machine.now) == 0
 
 
-def test_copies_of_a_step_have_half_of_its_time_as_far_as_copies_have_been_timed() -> None:
+def test_copies_of_a_step_fill_the_time_that_they_may_take_as_far_as_copies_have_been_timed() -> None:
     queue, pages = LoadQueue(1_000_000), 400
     keys = [Key(0, bytes([at // 256, at % 256])) for at in range(pages)]
     request = Request(make_request(0, PROMPT), 0.0)
     queue.add(Load(request, 0.0, 16 * pages, 16 * pages, keys, [*range(pages)], [*range(pages)]))
-    [part] = queue.take(0.01)
+    [part] = queue.take(CopyPace(0.01, 0.5))
     assert len(part.blocks) == 5, "a gigabyte a second, until one has been timed"
     assert queue.retired([part], 0.0005) == []
-    [part] = queue.take(0.01)
+    [part] = queue.take(CopyPace(0.01, 0.5))
     assert part.blocks == [*range(5, 55)], "ten gigabytes a second"
     queue.retired([part], 0.1)
-    assert [len(part.blocks) for part in queue.take(0.001)] == [1], "each step brings one at least"
-    assert [len(part.blocks) for part in queue.take(0.0)] == [344] and not queue.is_due, "nobody waits"
+    assert [len(part.blocks) for part in queue.take(CopyPace(0.001, 0.5))] == [1], "each step brings one at least"
+    assert [len(part.blocks) for part in queue.take(CopyPace())] == [344] and not queue.is_due, "nobody waits"
+
+
+def test_copies_that_may_take_little_of_many_steps_go_with_few_of_them() -> None:
+    queue = LoadQueue(1_000_000)
+    request = Request(make_request(0, PROMPT), 0.0)
+    queue.add(Load(request, 0.0, 1600, 1600, [Key(0, bytes([at])) for at in range(100)], [*range(100)], [*range(100)]))
+    taken = [sum(len(part.blocks) for part in queue.take(CopyPace(0.01, 0.05))) for _ in range(100)]
+    assert {*taken} == {0, 2} and all(taken[at] == 2 for at in (0, 4, 8, 12)), "a quarter of a step in one of five at most"
+    assert sum(taken) * 0.001 == pytest.approx(0.05 * 100 * 0.01, abs=0.003)
+
+
+def test_a_page_that_takes_long_has_steps_without_copies_after_it() -> None:
+    queue = LoadQueue(20_000_000)
+    request = Request(make_request(0, PROMPT), 0.0)
+    queue.add(Load(request, 0.0, 160, 160, [Key(0, bytes([at])) for at in range(10)], [*range(10)], [*range(10)]))
+    taken = [len(queue.take(CopyPace(0.01, 0.5))) for _ in range(9)]
+    assert taken == [1, 0, 0, 0, 1, 0, 0, 0, 1], "two steps' time each, of which copies may take half"
 
 
 @pytest.mark.req("KO-33")
 @pytest.mark.parametrize("slow", [False, True])
 def test_the_disk_is_read_only_where_that_is_faster(slow: bool) -> None:
-    costs = LoadCosts(lambda: 10.0)
+    costs = LoadCosts(at(10.0))
     costs.memory.observe(7, 0.1, 0.0)
     machine = machine_with(costs)
     offload = machine.scheduler._offload

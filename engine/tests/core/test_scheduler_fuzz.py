@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.engine.cache.layout import KVGroup, full_attention, max_blocks
+from penstock.engine.core.measure.load import CopyPace
 from penstock.engine.messages import ExtendPrompt, FinishReason
 from penstock.engine.sampling import RepetitionDetection
 from penstock.prompt.hashing import PromptItem
@@ -92,7 +93,7 @@ def make_machine(config: dict, layout: Sequence[KVGroup]) -> Machine:
         host_pages,
     )
     if paced and machine.scheduler._offload is not None:  # beside rows pages come one in a step
-        machine.scheduler._offload._step_s = lambda prefill_tokens, decodes: 1e-12 * (prefill_tokens + decodes)
+        machine.scheduler._offload._pace = lambda prefill_tokens, decodes: CopyPace(1e-12 * (prefill_tokens + decodes), 0.5)
     return machine
 
 

@@ -1,14 +1,17 @@
 """Pages in the host's memory with a real model: what comes back has the bits that went there."""
 
+import os
 import threading
 import time
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 from test_core_with_runner import SCHEDULER, requests
 
 from penstock.engine.config import ConfigError
+from penstock.engine.connectors.host_pages import HostPages
 from penstock.engine.core.core import EngineCore
 from penstock.engine.core.executor import executor_of
 from penstock.engine.core.ipc.process import build_core, build_executor
@@ -122,6 +125,23 @@ def test_each_page_that_comes_back_is_the_one_that_went(checkpoint, build_runner
     assert not pages[others].any()
 
 
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) == 1, reason="there is one core")
+def test_pages_are_copied_on_another_core_than_the_step_that_they_are_beside():
+    cores, pages = os.sched_getaffinity(0), HostPages(torch.zeros(1, 8, dtype=torch.uint8), 1)
+    nothing = np.empty(0, np.int32)
+
+    def copied_on(core: int) -> int:
+        os.sched_setaffinity(0, {core})
+        pages._thread.submit(os.sched_setaffinity, 0, {core}).result()
+        pages.begin(Transfers(nothing, nothing, nothing, nothing)).result()
+        return pages._thread.submit(pages._core).result()
+
+    try:
+        assert all(copied_on(core) != core for core in list(cores)[:2])
+    finally:
+        os.sched_setaffinity(0, cores)
+
+
 def test_an_engine_is_built_with_as_many_pages_as_the_setting_holds(checkpoint, build_runner):
     config = build_runner(checkpoint("llama"), scheduler=SCHEDULER).config
 
@@ -161,9 +181,9 @@ def test_an_engine_that_chooses_by_cost_learns_from_its_own_steps_and_loads(chec
     runner.config = msgspec.structs.replace(runner.config, cache=by_cost)
     engine, batch = Engine(runner, 1, 24, 400), requests(adjusted=False)[:5]
     costs = engine.core._offload._costs
-    assert costs._prefill_tokens_per_s() == 0
+    assert costs._compute_s(0, 16) == 0
     expected = dict(engine.run(batch))
-    assert costs._prefill_tokens_per_s() > 0
+    assert costs._compute_s(0, 16) > 0
     assert engine.run(batch) == expected, "those that came back from the host's memory, and those that were computed"
     now = time.time()
     assert costs.memory.seconds(4, now) is not None and costs.memory.seconds(4, now) < 60

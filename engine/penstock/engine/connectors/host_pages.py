@@ -1,9 +1,11 @@
 """The pages themselves, on one rank: copied between the KV cache and the host's memory."""
 
+import ctypes
 import fcntl
 import mmap
 import os
 import time
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Final
 
@@ -60,6 +62,8 @@ class HostPages:
         )
         """[slots, bytes of a page]."""
         self._thread = ThreadPoolExecutor(1, "page-copies")
+        self._cores = os.sched_getaffinity(0)
+        self._core: Callable[[], int] = ctypes.CDLL(None).sched_getcpu
 
     def move_to(self, pages: torch.Tensor) -> None:
         """Use another cache: the old one was allocated again, or released, and then `pages` is empty."""
@@ -67,7 +71,16 @@ class HostPages:
 
     def begin(self, transfers: Transfers) -> Future[tuple[float, float]]:
         """Begins to copy, stores before loads. Gives the seconds that each have taken when all is copied."""
-        return self._thread.submit(self._copy, transfers)
+        return self._thread.submit(self._copy_beside, self._core(), transfers)
+
+    def _copy_beside(self, core: int, transfers: Transfers) -> tuple[float, float]:
+        """Copies on another core than the steps' own.
+
+        A kernel that does not know which cores share a cache would wake this thread on that one: one would wait for the other.
+        """
+        if len(self._cores) > 1 and self._core() == core:
+            os.sched_setaffinity(0, self._cores - {core})
+        return self._copy(transfers)
 
     def _copy(self, transfers: Transfers) -> tuple[float, float]:
         begin = time.perf_counter()

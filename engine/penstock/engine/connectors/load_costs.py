@@ -1,7 +1,7 @@
 """Whether pages are loaded or their tokens computed: whichever has been faster of late.
 
-Computing takes time in proportion to the tokens. A load takes a fixed time and one for each page, and both are learned from the
-loads before it. So a short prefix is computed and a long one loaded.
+Computing takes time for each token and for each that it attends to. A load takes a fixed time and one for each page. All of it is
+learned from the steps and loads before. So a short prefix is computed and a long one loaded.
 """
 
 from collections.abc import Callable
@@ -75,30 +75,32 @@ class LoadCosts:
     """What loads take, and the choice between loading and computing.
 
     Args:
-        prefill_tokens_per_s: How fast the engine computes prompts at present, 0 while unknown. None: every load pays.
+        compute_s: Seconds to compute tokens of a prompt, by those before them and their number; 0 while unknown. None: every load
+            pays.
     """
 
-    def __init__(self, prefill_tokens_per_s: Callable[[], float] | None = None) -> None:
+    def __init__(self, compute_s: Callable[[int, int], float] | None = None) -> None:
         self.memory = TierLoads()
         self.lower: dict[Lower, TierLoads] = {name: TierLoads() for name in get_args(Lower)}
-        self._prefill_tokens_per_s = prefill_tokens_per_s
+        self._compute_s = compute_s
 
-    def pays(self, tokens: int, pages: int, now: float, lower: Lower | None = None) -> bool:
+    def pays(self, start: int, tokens: int, pages: int, now: float, lower: Lower | None = None) -> bool:
         """Whether loading is faster than computing, or one of the two is unknown.
 
         Args:
+            start: Tokens before those.
             tokens: That need not be computed then.
             pages: With these tokens.
             now: Unix time in seconds.
             lower: The tier from which they come into the host's memory, and from there; None: from there alone.
         """
-        if self._prefill_tokens_per_s is None:
+        if self._compute_s is None:
             return True
-        speed = self._prefill_tokens_per_s()
+        compute_s = self._compute_s(start, tokens)
         tiers = [self.memory] if lower is None else [self.lower[lower], self.memory]
         found = [tier.seconds(pages, now) for tier in tiers]
         known = [it for it in found if it is not None]
-        if not speed or len(known) < len(found) or sum(known) <= tokens / speed:
+        if not compute_s or len(known) < len(found) or sum(known) <= compute_s:
             return True
         tiers[0].declined_tokens += tokens
         return False

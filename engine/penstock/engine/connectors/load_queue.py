@@ -1,5 +1,6 @@
 """Pages on their way from the host's memory into the KV cache: some in each step, so that those who decode hardly notice."""
 
+import math
 from collections import deque
 from collections.abc import Iterable
 from typing import Final, NamedTuple
@@ -8,10 +9,11 @@ import msgspec
 
 from penstock.engine.cache.pins import Owner
 from penstock.engine.connectors.tier_index import Key
+from penstock.engine.core.measure.load import CopyPace
 from penstock.engine.core.scheduling.request import Request
 
-_SHARE: Final = 0.5
-"""Of the time of a step, beside whose rows pages are copied: they shall not wait for the copies."""
+_LEAST: Final = 0.25
+"""Of the time of a step, that copies beside those who decode take at a time: whether they hold it up must show."""
 _PRIOR_BYTES_PER_S: Final = 1e9
 """Until a copy has been timed."""
 
@@ -64,6 +66,8 @@ class LoadQueue:
         self._page_bytes = page_bytes
         self._due: deque[Load] = deque()
         self._pages = 0
+        self._saved_s = math.inf
+        """Seconds of copies that have not been made beside the steps that could have borne them."""
         self.seconds = 0.0
         """That copies have taken."""
 
@@ -76,13 +80,9 @@ class LoadQueue:
         """Has its pages copied with the next plans."""
         self._due.append(load)
 
-    def take(self, step_s: float) -> list[Part]:
-        """Return what goes with the next plan: one page at least.
-
-        Args:
-            step_s: Seconds that its rows take; 0: it has none, or nobody knows.
-        """
-        room, parts = self._room(step_s), list[Part]()
+    def take(self, pace: CopyPace) -> list[Part]:
+        """Return what goes with the next plan, beside which copies have that pace."""
+        room, parts = self._room(pace), list[Part]()
         while room and self._due:
             load = self._due[0]
             these = slice(load.sent, load.sent + room)
@@ -111,8 +111,15 @@ class LoadQueue:
         self.seconds += seconds or 0.0
         return over
 
-    def _room(self, step_s: float) -> int:
-        if not step_s:
+    def _room(self, pace: CopyPace) -> int:
+        if not pace.step_s:
             return sum(len(load.blocks) for load in self._due)
+        at_once = max(pace.share, _LEAST) * pace.step_s
+        self._saved_s = min(self._saved_s + pace.share * pace.step_s, at_once)
+        if self._saved_s < at_once:
+            return 0
         timed = self.seconds / self._pages if self._pages else 0.0
-        return max(1, int(_SHARE * step_s / (timed or self._page_bytes / _PRIOR_BYTES_PER_S)))
+        page_s = timed or self._page_bytes / _PRIOR_BYTES_PER_S
+        room = max(1, int(at_once / page_s))  # a page that takes longer is made up for by the steps that follow
+        self._saved_s -= room * page_s
+        return room

@@ -32,6 +32,7 @@ from penstock.engine.connectors.sightings import Sightings
 from penstock.engine.connectors.tier_events import TierEvents
 from penstock.engine.connectors.tier_index import Key, TierIndex
 from penstock.engine.connectors.transfer.transfer import Transfer
+from penstock.engine.core.measure.load import CopyPace
 from penstock.engine.core.plan import Int32, Transfers
 from penstock.engine.core.scheduling.admission.rule import Candidate
 from penstock.engine.core.scheduling.request import Request
@@ -78,7 +79,7 @@ class Offload:
         costs: What loads take, and whether they pay; None: each does.
         policy: Which page leaves a tier that is full.
         sightings: Which blocks requests have shown often enough to be copied; None: all blocks are copied.
-        step_s: Seconds that a step takes, by its tokens of prompts and its rows that decode; 0: unknown.
+        pace: How much may be copied beside a step, by its tokens of prompts and its rows that decode.
     """
 
     def __init__(
@@ -92,7 +93,7 @@ class Offload:
         costs: LoadCosts | None = None,
         policy: PolicyName = "lru",
         sightings: Sightings | None = None,
-        step_s: Callable[[int, int], float] = lambda prefill_tokens, decodes: 0.0,
+        pace: Callable[[int, int], CopyPace] = lambda prefill_tokens, decodes: CopyPace(),
     ) -> None:
         self._costs = costs or LoadCosts()
         self._told: dict[Medium, TierEvents] = {name: TierEvents(kv, name) for name in ("memory", *(lower_pages or ()))}
@@ -108,7 +109,7 @@ class Offload:
         self._published: dict[Key, tuple[int, bool]] = {}
         self._stores: list[_Store] = []
         self._loads = LoadQueue(page_bytes)
-        self._step_s = step_s
+        self._pace = pace
         self._in_flight: dict[int, _Job] = {}
         self._stored = self._loaded = self._failed = 0
         self._loaded_tokens = self._queried_tokens = 0
@@ -263,7 +264,7 @@ class Offload:
         upto, missing = self._kv.elsewhere(request, num_tokens, local, lambda group, name: lower.has(Key(group, name)))
         here, _ = self._kv.elsewhere(request, num_tokens, local, lambda group, name: Key(group, name) in self.tier)
         pages = sum(Key(group, name) not in self.tier for group, _, name in missing)
-        return not pages or self._costs.pays(upto - here, pages, now, lower.name)
+        return not pages or self._costs.pays(here, upto - here, pages, now, lower.name)
 
     def _bring(
         self, source: Source, request: Request, limit: int, local: CacheHit, has: Callable[[Key], bool], now: float
@@ -290,7 +291,7 @@ class Offload:
         """Begins to load what goes on where the local prefix ends, if anything does and there is room for it."""
         upto, missing = self._kv.elsewhere(request, num_tokens, local, lambda group, name: Key(group, name) in self.tier)
         external = upto - local.num_tokens
-        if not external or not self._costs.pays(external, len(missing), now):
+        if not external or not self._costs.pays(local.num_tokens, external, len(missing), now):
             return False
         if self._kv.allocate(request, upto, local=local, external=external) is None:
             return False
@@ -305,7 +306,7 @@ class Offload:
 
     def take(self, step_id: int, prefill_tokens: int, decodes: int) -> Transfers | None:
         """What the runner has to copy in this step, beside its rows: `decodes` of them, and chunks of `prefill_tokens`."""
-        job, self._stores = _Job(self._stores, self._loads.take(self._step_s(prefill_tokens, decodes))), []
+        job, self._stores = _Job(self._stores, self._loads.take(self._pace(prefill_tokens, decodes))), []
         if not job.stores and not job.loads:
             return None
         self._in_flight[step_id] = job

@@ -24,9 +24,10 @@ from penstock.engine.core.executor import Executor, StepFailed
 from penstock.engine.core.grammar.compiler import Compiler
 from penstock.engine.core.grammar.grammars import Grammars
 from penstock.engine.core.measure.load import LoadMeter
+from penstock.engine.core.measure.prompt_cost import chunk_pairs
 from penstock.engine.core.measure.step_meter import StepMeter
 from penstock.engine.core.memory import OffloadSize
-from penstock.engine.core.plan import GraphReport, StepPlan, StepResult
+from penstock.engine.core.plan import GraphReport, Int32, StepPlan, StepResult
 from penstock.engine.core.scheduling.lora.adapter_table import AdapterTable
 from penstock.engine.core.scheduling.outputs import RequestOutputs
 from penstock.engine.core.scheduling.scheduler import Scheduler
@@ -60,6 +61,8 @@ _log = logging.getLogger(__name__)
 class _Submitted(msgspec.Struct, frozen=True):
     plan: StepPlan
     time: float
+    ends: Int32
+    """[r]: how many tokens of each row are computed after it."""
 
 
 class EngineCore:
@@ -105,9 +108,9 @@ class EngineCore:
             sizes = offload.pages, offload.page_bytes, offload.lower_pages
             # Another replica has computed what it lends so that this one need not: such pages are always loaded.
             by_cost = cache.loads_by_cost and config.transfer is None
-            costs = LoadCosts((lambda: self._meter.prefill_tokens_per_s) if by_cost else None)
+            costs = LoadCosts(self._meter.prompt_cost.seconds if by_cost else None)
             sightings = sightings_of(cache.offload_threshold)
-            how = config.transfer, config.parallel.world, costs, cache.eviction_policy, sightings, self._meter.step_s
+            how = config.transfer, config.parallel.world, costs, cache.eviction_policy, sightings, self._meter.pace
             self._offload = Offload(kv, *sizes, *how)
         self.scheduler = Scheduler(
             config.scheduler, config.model.max_model_len, kv, hasher, table, config.model.pooling, self._offload
@@ -195,9 +198,10 @@ class EngineCore:
             self._controls.carry_out(time.time())
             self._may_capture = self._has_graphs  # with other weights or another cache there are other graphs
         while self._may_submit and (plan := self.scheduler.schedule(time.time())):
+            ends: Int32 = self.scheduler.table.num_computed[plan.rows]
             if len(plan.rows):
-                self._step_meter.submitted(plan, self.scheduler.table.num_computed[plan.rows])
-            self._submitted.append(_Submitted(plan, time.perf_counter()))
+                self._step_meter.submitted(plan, ends)
+            self._submitted.append(_Submitted(plan, time.perf_counter(), ends))
             if self._wave is not None:
                 self._wave.begin()
             self._executor.submit(plan)
@@ -364,11 +368,15 @@ class EngineCore:
         self._step_meter.retired(plan, result, seconds)
         known = plan.num_new_tokens - plan.num_drafts if len(plan.num_drafts) else plan.num_new_tokens
         chunks = (known > 1) | ~plan.samples
+        tokens: list[int] = plan.num_new_tokens[chunks].tolist() if chunks.any() else []
+        ends: list[int] = submitted.ends[chunks].tolist() if tokens else []
         self._meter.observe(
             now,
             seconds=seconds,
-            prefill_tokens=int(plan.num_new_tokens[chunks].sum()) if chunks.any() else 0,
+            prefill_tokens=sum(tokens),
+            prefill_pairs=sum(map(chunk_pairs, ends, tokens)),
             sampled_tokens=int(result.counts.sum()),
+            copied_s=result.transfer_s[1],
         )
 
 
