@@ -49,6 +49,7 @@ TESTS = (
     "kernels/tests/test_sampling.py",
     "engine/tests/runner/device/test_cuda_graphs.py",
     "kernels/tests/test_triton_dense.py",
+    "kernels/tests/test_triton_eight_bits.py",
     "kernels/tests/test_few_rows.py",
     "engine/tests/runner/test_device_models.py",
     "kernels/tests/test_sampling_extras.py",

@@ -9,6 +9,7 @@ from penstock.kernels.few_rows import triton as few
 from penstock.kernels.gated_mul.triton import clamped_swiglu, gelu_tanh_mul, silu_mul
 from penstock.kernels.lora.device import DeviceLoraBatch, DeviceLoraShelves
 from penstock.kernels.lora.triton import add_lora
+from penstock.kernels.prepare_kv.cache_rows import FLOATS_OF_EIGHT_BITS, row_size
 from penstock.kernels.prepare_kv.reference import QKNorm, Rotary
 from penstock.kernels.prepare_kv.triton import prepare_kv
 from penstock.kernels.quantized_linear.reference import LANES, Number, QuantizedWeight
@@ -137,4 +138,15 @@ def few_bit_mixtures(tokens: int = 16) -> None:
         packed_experts(empty(tokens, hidden), ids, weights, table)
 
 
-LAUNCHES = [norms, gates, few_rows, tables, writes, adapters, mixtures, few_bits, few_bit_mixtures]
+def eight_bit_writes(tokens: int = 16) -> None:
+    """The way of Llama 8B's and of Qwen3's keys and values into a cache of eight bits."""
+    for kept, normalised in ((torch.float8_e4m3fn, True), (torch.int8, False)):
+        q, k, v = (part.view(tokens, -1, 128) for part in empty(tokens, 48 * 128).split([32 * 128, 8 * 128, 8 * 128], -1))
+        cache = empty(100, 2, 8, 16, row_size(128, kept), dtype=kept)
+        rotary = Rotary(*empty(tokens, 128, dtype=torch.float32).chunk(2, -1))
+        norm = QKNorm(empty(128, dtype=torch.float32), empty(128, dtype=torch.float32), 1e-6) if normalised else None
+        scales = empty(2, 8, dtype=torch.float32) if kept in FLOATS_OF_EIGHT_BITS else None
+        prepare_kv(q, k, v, cache, empty(tokens, dtype=torch.int64), rotary, norm, scales)
+
+
+LAUNCHES = [norms, gates, few_rows, tables, writes, eight_bit_writes, adapters, mixtures, few_bits, few_bit_mixtures]

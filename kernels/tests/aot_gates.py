@@ -22,6 +22,7 @@ from penstock.kernels.compile_only import CompiledKernel, compile_only
 from penstock.kernels.paged_attention.device_batch import DeviceBatch
 from penstock.kernels.paged_attention.launch import LaunchTable, fast_launches, invariant_launches
 from penstock.kernels.paged_attention.triton import paged_attention
+from penstock.kernels.prepare_kv.cache_rows import FLOATS_OF_EIGHT_BITS, row_size
 from penstock.kernels.sampling.buffers import RESULT
 from penstock.kernels.step_state import triton as step_state
 from penstock.kernels.step_state.batch import RowState, StepInputs, StepRequest, Targets
@@ -56,25 +57,31 @@ def attention(
     block_size: int = 16,
     table: LaunchTable = fast_launches,
     dtype: torch.dtype = torch.bfloat16,
+    kept: torch.dtype | None = None,
 ) -> Callable[[], None]:
-    """Of query heads, key heads and head size: a step of so many requests and tokens, with so many queries a request at most."""
+    """Of query heads, key heads and head size: a step of so many requests and tokens, with so many queries a request at most.
+    `kept`: the cache's dtype, of eight bits; None: that of the queries."""
 
     def launch() -> None:
         num_heads, kv_heads, head_size = heads
         lens, starts, blocks = (empty(*size, dtype=torch.int32) for size in ((requests,), (requests + 1,), (257, 2048)))
         batch = DeviceBatch(block_size, lens, starts, lens, blocks, window, queries, tokens)
         q = empty(tokens, num_heads, head_size, dtype=dtype)
-        cache = empty(64, 2, kv_heads, block_size, head_size, dtype=dtype)
-        paged_attention(q, cache, batch, head_size**-0.5, softcap, empty(num_heads) if sinks else None, table=table)
+        cache = empty(64, 2, kv_heads, block_size, row_size(head_size, kept or dtype), dtype=kept or dtype)
+        of_heads = empty(num_heads) if sinks else None
+        scales = empty(2, kv_heads, dtype=torch.float32) if kept in FLOATS_OF_EIGHT_BITS else None
+        paged_attention(q, cache, batch, head_size**-0.5, softcap, of_heads, table=table, scales=scales)
 
     return launch
 
 
 def latent_attention() -> None:
-    """DeepSeek V3's: 16 heads of a rank, 64 rotated elements and a latent of 512."""
+    """DeepSeek V3's: 16 heads of a rank, 64 rotated elements and a latent of 512; in the model's dtype and in E4M3."""
     lens, starts, blocks = (empty(*size, dtype=torch.int32) for size in ((64,), (65,), (257, 2048)))
     batch = DeviceBatch(16, lens, starts, lens, blocks, None, 1, 64)
-    paged_attention(empty(64, 16, 576), empty(64, 1, 1, 16, 576), batch, 0.1, value_size=512)
+    for kept, scales in ((torch.bfloat16, None), (torch.float8_e4m3fn, empty(2, 1, dtype=torch.float32))):
+        cache = empty(64, 1, 1, 16, 576, dtype=kept)
+        paged_attention(empty(64, 16, 576), cache, batch, 0.1, value_size=512, scales=scales)
 
 
 EIGHT_B = (32, 8, 128)
@@ -87,6 +94,9 @@ LAUNCHES: list[Callable[[], None]] = [
     attention(EIGHT_B, 9, 2048, 2048),
     attention(EIGHT_B, 1, 100, 100),
     attention(EIGHT_B, 9, 2048, 2048, table=invariant_launches),
+    attention(EIGHT_B, 512, 1, 512, kept=torch.float8_e4m3fn),
+    attention(EIGHT_B, 9, 2048, 2048, kept=torch.float8_e4m3fn),
+    attention(EIGHT_B, 9, 2048, 2048, kept=torch.int8),
 ]
 
 WIDE = {
@@ -110,15 +120,21 @@ FAMILIES = {
     "Gemma 2 9B, softcaps within a window": attention((8, 4, 256), 9, 2048, 2048, window=4096, softcap=50.0),
     "Qwen2 7B, blocks of 128": attention((28, 4, 128), 9, 2048, 2048, block_size=128),
     "Phi 3, heads of 96": attention((32, 32, 96), 9, 2048, 2048),
+    "E5M2, groups of 8, blocks of 64": attention((64, 8, 128), 9, 2048, 2048, block_size=64, kept=torch.float8_e5m2),
+    "E4M3 beside float16": attention(EIGHT_B, 9, 2048, 2048, dtype=torch.float16, kept=torch.float8_e4m3fn),
+    "int8 beside float16, 8 drafts": attention(EIGHT_B, 8, 8, 64, dtype=torch.float16, kept=torch.int8),
+    "Gemma 3 12B, E4M3 within a window": attention((16, 8, 256), 9, 2048, 2048, window=1024, kept=torch.float8_e4m3fn),
+    "gpt-oss, int8, sinks within a window": attention((64, 8, 64), 9, 2048, 2048, window=128, sinks=True, kept=torch.int8),
 }
 """Attention as steps and models launch it that are not in the above."""
 
 
 def _pipeline(assembly: str) -> dict[str, object]:
-    """How many loads may still be on their way when a loop begins to multiply, of its loops the least; and which products."""
+    """How many loads may still be on their way when a loop begins to multiply, of its loops the least; which products; and how
+    many numbers are widened one by one: read from shared memory so (LDS.U8), or converted so (F2F, half a warp at a time)."""
     seen = re.findall(r"DEPBAR\.LE SB0, 0x(\w+)|(HGMMA|HMMA)", assembly)
     waits = [int(wait, 16) for (wait, _), (_, then) in itertools.pairwise(seen) if wait and then]
-    return {"depth": min(waits, default=0), "wgmma": "HGMMA" in assembly}
+    return {"depth": min(waits, default=0), "wgmma": "HGMMA" in assembly, "single": len(re.findall(r"LDS\.U8|F2F\.", assembly))}
 
 
 def _took(kernel: CompiledKernel) -> dict[str, object]:

@@ -45,6 +45,10 @@ SPILLS = {"Gemma 3 27B, decodes within a window": 8}
 """Bytes of stack a thread that are known and kept: a load and a store a program, outside of the loops over keys."""
 
 
+SINGLE = 32
+"""Numbers that may be widened one by one: masks and sinks, outside of loops. A tile has 64 a thread at the least."""
+
+
 def gates(folder: Path, *arguments: str) -> list[dict]:
     """What variants take, compiled anew."""
     environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(folder)}
@@ -84,13 +88,18 @@ def test_linear_layers_of_few_rows_have_three_tiles_of_weights_on_their_way(comp
     assert len(of) >= 4 and min(of) >= 6
 
 
+def test_numbers_of_eight_bits_are_widened_several_at_a_time(compiled):
+    of = [kernel["single"] for kernel in compiled if kernel["name"].startswith("paged")]
+    assert len(of) >= 9 and max(of) < SINGLE
+
+
 @pytest.mark.production
 def test_attention_of_other_families_and_steps_is_as_good(tmp_path):
     for kernel in gates(tmp_path, "families"):
         assert kernel["shared"] <= ARCHITECTURES["sm_90"], kernel
         if not kernel["wide"]:
             assert kernel["stack"] == SPILLS.get(kernel["case"], 0), kernel
-            assert kernel.get("depth", 3) >= 3, kernel
+            assert kernel.get("depth", 3) >= 3 and kernel.get("single", 0) < SINGLE, kernel
 
 
 def test_another_number_of_tokens_is_no_other_variant(compiled):

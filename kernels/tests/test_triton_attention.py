@@ -47,7 +47,8 @@ def run(case: DeviceCase, device: str, table=fast_launches) -> torch.Tensor:
     launches = table(shape, batch.num_requests, batch.max_query_len, max_keys, batch.num_tokens)
     sinks = None if case.sink is None else case.sink.to(device)
     room = nan_workspace(shape, launches, batch.num_requests, batch.num_tokens, device)
-    out = paged_attention(q, cache, batch, case.scale, case.softcap, sinks, table=table, workspace=room).cpu()
+    scales = None if case.scales is None else case.scales.to(device)
+    out = paged_attention(q, cache, batch, case.scale, case.softcap, sinks, table=table, workspace=room, scales=scales).cpu()
     assert not room.arrived.any(), "the next launch counts from nothing"
     return out
 

@@ -54,7 +54,7 @@ class Ops:
     gelu_tanh_mul: Callable[[torch.Tensor], torch.Tensor]
     clamped_swiglu: Callable[[torch.Tensor, float, float], torch.Tensor]
     prepare_kv: Callable[..., torch.Tensor]
-    """On a CPU it and the next one take scales of a cache of eight bits."""
+    """It and the next one take scales of a cache of eight bits."""
     paged_attention: Callable[..., torch.Tensor]
     """Over a `PagedBatch` on the CPU; over a `DeviceBatch` on a device, where it also takes `out`."""
     lora_shelves: Callable[[int, int, int, Sequence[tuple[int, int]], torch.dtype, torch.device], Iterable[Any]]

@@ -19,8 +19,7 @@ class DeviceBatch:
     Padding is of two kinds, and both get zeros as a result. A padding request has `seq_lens` 0 and a row nobody uses; padding
     tokens are those from `query_start_loc[r]` on, up to `num_tokens`.
 
-    Where more will go: the scales of an FP8 cache belong to a layer, so beside `sinks` in the call; a prefix that the whole
-    batch shares (cascade) is two numbers here; latent attention (MLA) reads the same fields over a cache of another shape.
+    Where more will go: a prefix that the whole batch shares (cascade) is two numbers here.
     """
 
     block_size: int

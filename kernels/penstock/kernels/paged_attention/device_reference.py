@@ -6,6 +6,7 @@ Nothing here reads a tensor on the host, and no shape depends on a length: it is
 import torch
 
 from penstock.kernels.paged_attention.device_batch import DeviceBatch
+from penstock.kernels.prepare_kv.cache_rows import from_rows
 
 
 def paged_attention_device(
@@ -17,27 +18,31 @@ def paged_attention_device(
     sinks: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     value_size: int = 0,
+    scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attends each query to the keys of its request up to its own position, from the first or as far back as the batch's window.
 
     Args:
         q: [n, heads, d], padding included.
-        kv_cache: [blocks, 2, kv_heads, block_size, d], this step's keys and values included. What lies outside the requests'
-            tokens may be anything, NaN as well.
+        kv_cache: [blocks, 2, kv_heads, block_size, row], this step's keys and values included; rows as in
+            `prepare_kv.cache_rows`. What lies outside the requests' tokens may be anything, NaN as well.
         batch: Which of the n tokens and which blocks are whose.
         scale: Of the scores, 1/√d as a rule.
         softcap: Where not 0, a score s becomes softcap · tanh(s / softcap), as in Gemma 2.
         sinks: [heads]: the score of one more key a head, whose value is zero (gpt-oss). None: there is none.
         out: As the result, contiguous: where it goes. None: into new memory.
         value_size: Where not 0, so many last elements of a key are its value (latent attention), and the cache is
-            [blocks, 1, kv_heads, block_size, d].
+            [blocks, 1, kv_heads, block_size, row].
+        scales: [2, kv_heads] float32: keys and values are what the cache holds times these. None: they are what it holds.
 
     Returns:
         [n, heads, d], or [n, heads, value_size], in q's dtype; zeros for padding.
     """
     request, local, real = _places(batch)
     dtype = torch.promote_types(q.dtype, torch.float32)
-    keys, values, seen = _gather(kv_cache, batch, dtype, value_size)
+    keys, values, seen = _gather(kv_cache, batch, dtype, q.shape[2], value_size)
+    if scales is not None:
+        keys, values = keys * scales[0, :, None, None], values * scales[0 if value_size else 1, :, None, None]
     query_lens = batch.query_start_loc[1:] - batch.query_start_loc[:-1]
     at = torch.arange(batch.max_query_len, device=q.device)
     tokens = (batch.query_start_loc[:-1, None] + at).clamp(max=max(batch.num_tokens - 1, 0))
@@ -69,11 +74,13 @@ def _places(batch: DeviceBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tenso
 
 
 def _gather(
-    kv_cache: torch.Tensor, batch: DeviceBatch, dtype: torch.dtype, value_size: int
+    kv_cache: torch.Tensor, batch: DeviceBatch, dtype: torch.dtype, size: int, value_size: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Each request's keys and values, [r, kv_heads, keys, d], zeros where nobody sees them; where somebody does: [r, keys]."""
-    blocks = kv_cache[batch.block_table[batch.rows]]  # [r, max_blocks, 2, kv_heads, block_size, d]
-    found = blocks.permute(2, 0, 3, 1, 4, 5).flatten(3, 4).to(dtype)
+    # torch gathers no numbers of eight bits, but bytes.
+    stored = kv_cache if kv_cache.itemsize > 1 else kv_cache.view(torch.uint8)
+    rows = stored[batch.block_table[batch.rows]].view(kv_cache.dtype)  # [r, max_blocks, 2, kv_heads, block_size, row]
+    found = from_rows(rows, size).permute(2, 0, 3, 1, 4, 5).flatten(3, 4).to(dtype)
     keys, values = found[0], found[0, ..., -value_size:] if value_size else found[1]
     at = torch.arange(keys.shape[2], device=keys.device)
     seen = at < batch.seq_lens[:, None]

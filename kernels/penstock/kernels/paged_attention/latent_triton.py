@@ -2,7 +2,8 @@
 
 A program takes one query and 16 of its heads, and meets the keys up to its position tile by tile with an online softmax. It holds
 the rotated part and the latent part of queries and keys apart, since together they would be padded to twice their size. Simple
-rather than fast: keys are read again for each query of a prompt, and long requests are not split.
+rather than fast: keys are read again for each query of a prompt, and long requests are not split. Latents of eight bits are read
+as keys and values of other models are.
 """
 
 # pyright: reportCallIssue=false
@@ -14,26 +15,21 @@ import triton.language as tl
 
 from penstock.kernels.paged_attention.device_batch import DeviceBatch
 from penstock.kernels.paged_attention.launch import power_of_two
-from penstock.kernels.paged_attention.triton import UPCAST, request_of
+from penstock.kernels.paged_attention.triton import product_types, request_of, row_scales, widened
 
 _HEADS, _TILE = 16, 32
 _LOG2E = 1.4426950408889634
-_SMALL = ["rows", "query_start_loc", "seq_lens", "block_table"]
-
-
-@triton.jit
-def _part(pointers, there, UPCAST: tl.constexpr):
-    found = tl.load(pointers, there, 0.0)
-    return found.to(tl.float32) if UPCAST else found
+_SMALL = ["rows", "query_start_loc", "seq_lens", "block_table", "scales"]
 
 
 @triton.jit(do_not_specialize=["num_requests"], do_not_specialize_on_alignment=_SMALL)
 def _latent_attention_kernel(
-    out, q, kv_cache, rows, query_start_loc, seq_lens, block_table, num_requests, scale,
+    out, q, kv_cache, rows, query_start_loc, seq_lens, block_table, scales, num_requests, scale,
     q_token, q_head, block_stride, table_stride,
     HEADS: tl.constexpr, ROTATED: tl.constexpr, RANK: tl.constexpr, ROTATED_BLOCK: tl.constexpr, RANK_BLOCK: tl.constexpr,
-    PAGE: tl.constexpr, BLOCK_H: tl.constexpr, TILE: tl.constexpr, UPCAST: tl.constexpr,
+    ROW: tl.constexpr, PAGE: tl.constexpr, BLOCK_H: tl.constexpr, TILE: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
 ):  # fmt: skip
+    SCALED: tl.constexpr = kv_cache.dtype.element_ty == tl.int8
     token = tl.program_id(0)
     head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     turned, dims = tl.arange(0, ROTATED_BLOCK), tl.arange(0, RANK_BLOCK)
@@ -51,8 +47,10 @@ def _latent_attention_kernel(
         return
     position = seq_len - tl.load(query_start_loc + request + 1) + token
     source = q + (token.to(tl.int64) * q_token + head * q_head)[:, None]
-    query = _part(source + ROTATED + dims[None, :], real, UPCAST)
-    rotated = _part(source + turned[None, :], is_head[:, None] & is_turned[None, :], UPCAST)
+    query = tl.load(source + ROTATED + dims[None, :], real, 0.0).to(KEYS)
+    rotated = tl.load(source + turned[None, :], is_head[:, None] & is_turned[None, :], 0.0).to(KEYS)
+    if scales is not None:
+        scale *= tl.load(scales)
     table = block_table + tl.load(rows + request).to(tl.int64) * table_stride
     maximum = tl.full([BLOCK_H], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_H], tl.float32)
@@ -60,23 +58,37 @@ def _latent_attention_kernel(
         keys = tile * TILE + tl.arange(0, TILE)
         seen = keys <= position
         block = tl.load(table + keys // PAGE, seen, 0)
-        at = (block.to(tl.int64) * block_stride + (keys % PAGE) * (ROTATED + RANK))[:, None]
-        latent = _part(kv_cache + at + ROTATED + dims[None, :], seen[:, None] & is_dim[None, :], UPCAST)
-        key = _part(kv_cache + at + turned[None, :], seen[:, None] & is_turned[None, :], UPCAST)
-        score = tl.dot(query, tl.trans(latent), input_precision="tf32x3")
-        score = tl.dot(rotated, tl.trans(key), score, input_precision="tf32x3") * scale
+        row = block.to(tl.int64) * block_stride + (keys % PAGE) * ROW
+        at = row[:, None]
+        latent = tl.load(kv_cache + at + ROTATED + dims[None, :], seen[:, None] & is_dim[None, :], 0.0)
+        key = tl.load(kv_cache + at + turned[None, :], seen[:, None] & is_turned[None, :], 0.0)
+        score = tl.dot(query, tl.trans(widened(latent, KEYS, False)), input_precision="tf32x3")
+        score = tl.dot(rotated, tl.trans(widened(key, KEYS, False)), score, input_precision="tf32x3") * scale
+        if SCALED:
+            of_rows = row_scales(kv_cache + row + ROTATED + RANK, seen, True)[None, :]
+            score *= of_rows
         score = tl.where(seen[None, :], score, float("-inf"))
         highest = tl.maximum(maximum, tl.max(score, 1))
         weight = tl.exp2(score - highest[:, None])
         shrink = tl.exp2(maximum - highest)
         maximum = highest
         total = total * shrink + tl.sum(weight, 1)
-        acc = tl.dot(weight.to(latent.dtype), latent, acc * shrink[:, None], input_precision="tf32x3")
+        if SCALED:
+            weight *= of_rows
+        acc = tl.dot(weight.to(VALUES), widened(latent, VALUES, True), acc * shrink[:, None], input_precision="tf32x3")
+    if scales is not None:
+        acc *= tl.load(scales)
     tl.store(target, acc / total[:, None], real)
 
 
 def latent_attention(
-    q: torch.Tensor, kv_cache: torch.Tensor, batch: DeviceBatch, scale: float, value_size: int, out: torch.Tensor | None
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    batch: DeviceBatch,
+    scale: float,
+    value_size: int,
+    out: torch.Tensor | None,
+    scales: torch.Tensor | None,
 ) -> torch.Tensor:
     """See `paged_attention_device`, where `value_size` is not 0; of windows, soft caps and sinks there is none."""
     tokens, heads, size = q.shape
@@ -85,18 +97,21 @@ def latent_attention(
     if not tokens:
         return out
     rotated = size - value_size
+    keys, values = product_types(q.dtype, kv_cache.dtype)
     _latent_attention_kernel[tokens, triton.cdiv(heads, _HEADS)](
-        *(out, q, kv_cache, batch.rows, batch.query_start_loc, batch.seq_lens, batch.block_table, batch.num_requests),
-        *(scale * _LOG2E, q.stride(0), q.stride(1), kv_cache.stride(0), batch.block_table.stride(0)),
+        *(out, q, kv_cache, batch.rows, batch.query_start_loc, batch.seq_lens, batch.block_table, scales),
+        *(batch.num_requests, scale * _LOG2E, q.stride(0), q.stride(1), kv_cache.stride(0), batch.block_table.stride(0)),
         HEADS=heads,
         ROTATED=rotated,
         RANK=value_size,
         ROTATED_BLOCK=power_of_two(max(rotated, 16)),
         RANK_BLOCK=power_of_two(max(value_size, 16)),
+        ROW=kv_cache.shape[4],
         PAGE=batch.block_size,
         BLOCK_H=_HEADS,
         TILE=_TILE,
-        UPCAST=UPCAST,
+        KEYS=keys,
+        VALUES=values,
         num_warps=8,
     )
     return out

@@ -41,7 +41,9 @@ class AttentionShape:
     num_kv_heads: int
     head_size: int
     itemsize: int
-    """Bytes an element of queries and cache."""
+    """Bytes an element of queries."""
+    row_scales: bool = False
+    """Whether each row of the cache has a scale. Such rows are loaded four bytes at a time, which takes registers."""
 
     @property
     def group(self) -> int:
@@ -154,7 +156,7 @@ def _small(shape: AttentionShape, num_requests: int, decode: bool, rows: int, ma
     most = min(MAX_SPLITS, max(_FEW_SPLITS, _floor(256 // programs)))
     splits = min(most, useful, _floor(_PROGRAMS * 16 // (programs * block_m)))
     block_q = 1 if decode else block_m // shape.group
-    warps = 8 if block_m >= 64 else 4
+    warps = 8 if block_m >= (32 if shape.row_scales else 64) else 4
     return Launch(block_m, block_q, tile, warps, _STAGES, max(splits, 1), 0, least, search=False, skip=0, pads=True)
 
 

@@ -8,6 +8,10 @@ is exact: the last of a tile's programs to arrive takes in what all have left, i
 changes no bit. Scores are kept in base 2, the scale folded into the exponent.
 
 Nothing outside a request's keys is read into a product: such keys are masked when they are loaded, and count as zeros.
+
+Keys and values of eight bits become numbers of 16 bits in registers, exactly, and are multiplied so; beside float32, of 32 bits.
+Sums are float32, as ever: nothing is added up in eight bits. The scales of a head are applied outside of the loop. Where each row
+has a scale of its own, scores are multiplied by those of the keys, and weights by those of the values.
 """
 
 # pyright: reportCallIssue=false
@@ -29,12 +33,22 @@ from penstock.kernels.paged_attention.launch import (
     merge_chunk,
     power_of_two,
 )
+from penstock.kernels.prepare_kv.cache_rows import SCALED
 
-UPCAST = knobs.runtime.interpret
-"""Whether products are taken in float32: Triton's interpreter multiplies bfloat16 wrongly. Never in what is compiled."""
+_TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 _LOG2E = 1.4426950408889634
 _VARYING = ["num_requests", "num_tokens", "splits"]
-_SMALL = ["rows", "query_start_loc", "seq_lens", "block_table", "sinks"]
+_SMALL = ["rows", "query_start_loc", "seq_lens", "block_table", "sinks", "scales"]
+
+
+def product_types(dtype: torch.dtype, kept: torch.dtype) -> tuple[tl.dtype, tl.dtype]:
+    """What keys and what values are multiplied in, for queries and a cache of these dtypes."""
+    if knobs.runtime.interpret:  # which multiplies bfloat16 wrongly; nothing is compiled then
+        return tl.float32, tl.float32
+    if kept.itemsize > 1 or dtype is torch.float32:
+        return _TYPES[dtype], _TYPES[dtype]
+    # Weights are 1 at most, and float16 is the shorter way from eight bits; but times a row's scale they go below its range.
+    return _TYPES[dtype], tl.bfloat16 if kept is SCALED else tl.float16
 
 
 @triton.jit
@@ -56,30 +70,54 @@ def request_of(query_start_loc, num_requests, at, BLOCK_Q: tl.constexpr):
 
 
 @triton.jit
+def row_scales(pointers, seen, MASKED: tl.constexpr):
+    """The float32 that stands at each of some places in a cache of int8."""
+    at = pointers.to(tl.pointer_type(tl.float32))
+    return tl.load(at, seen, 0.0) if MASKED else tl.load(at)
+
+
+@triton.jit
+def widened(x, TYPE: tl.constexpr, STAY: tl.constexpr):
+    """What a cache holds in the dtype that it is multiplied in. With STAY it is widened where it was read, before it goes to
+    where it is multiplied: values of eight bits would be brought there byte by byte."""
+    BITS: tl.constexpr = x.dtype.primitive_bitwidth
+    if x.dtype.is_fp8() and tl.bfloat16 == TYPE:
+        # The compiler's own way is an instruction for each number that half a warp runs at a time (F2F).
+        x = x.to(tl.float16).to(tl.float32)
+    x = x.to(TYPE)
+    if STAY and BITS == 8 and tl.float32 != TYPE:
+        # Nothing is moved across what may have effects.
+        x = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2)
+    return x
+
+
+@triton.jit
 def _attend(
     acc, total, maximum, query, kv, kv_stride, table, block_stride, position, start, stop, first_tile, end_tile, scale, cap,
-    HEAD: tl.constexpr, HEAD_BLOCK: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr, MASKED: tl.constexpr, UPCAST: tl.constexpr,
+    HEAD: tl.constexpr, HEAD_BLOCK: tl.constexpr, ROW: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, MASKED: tl.constexpr, VALUES: tl.constexpr,
 ):  # fmt: skip
     """Takes in the keys of some tiles; without MASKED each row must see all of them."""
     dims = tl.arange(0, HEAD_BLOCK)
     real = dims < HEAD
     LOAD_MASK: tl.constexpr = MASKED or HEAD < HEAD_BLOCK
+    SCALED: tl.constexpr = kv.dtype.element_ty == tl.int8
     for tile in range(first_tile, end_tile):
         keys = tile * TILE + tl.arange(0, TILE)
         if MASKED:
             seen = (keys >= start) & (keys < stop)
             block = tl.load(table + keys // PAGE, seen, 0)
-            there = seen[:, None] & real[None, :]
         else:
+            seen = keys >= 0
             block = tl.load(table + keys // PAGE)
-            there = (keys >= 0)[:, None] & real[None, :]
-        at = (block.to(tl.int64) * block_stride + (keys % PAGE) * HEAD)[:, None] + dims[None, :]
+        there = seen[:, None] & real[None, :]
+        row = block.to(tl.int64) * block_stride + (keys % PAGE) * ROW
+        at = row[:, None] + dims[None, :]
         key = tl.load(kv + at, there, 0.0) if LOAD_MASK else tl.load(kv + at)
-        if UPCAST:
-            key = key.to(tl.float32)
         # The precision is float32's, which takes three passes through the tensor cores; other types have but one.
-        score = tl.dot(query, tl.trans(key), input_precision="tf32x3")
+        score = tl.dot(query, tl.trans(widened(key, query.dtype, False)), input_precision="tf32x3")
+        if SCALED:
+            score *= row_scales(kv + row + HEAD, seen, MASKED)[None, :]
         # cap · tanh(x) is written with an exponential; scale and cap come with its factors.
         score = cap * (1.0 - 2.0 / (tl.exp2(score * scale) + 1.0)) if SOFTCAP else score * scale
         if MASKED:
@@ -97,9 +135,9 @@ def _attend(
         total = total * shrink + tl.sum(weight, 1)
         acc = acc * shrink[:, None]
         value = tl.load(kv + kv_stride + at, there, 0.0) if LOAD_MASK else tl.load(kv + kv_stride + at)
-        if UPCAST:
-            value = value.to(tl.float32)
-        acc = tl.dot(weight.to(value.dtype), value, acc, input_precision="tf32x3")
+        if SCALED:
+            weight *= row_scales(kv + kv_stride + row + HEAD, seen, MASKED)[None, :]
+        acc = tl.dot(weight.to(VALUES), widened(value, VALUES, True), acc, input_precision="tf32x3")
     return acc, total, maximum
 
 
@@ -162,13 +200,13 @@ def _name(specialization: Any) -> str:
 
 @triton.jit(repr=_name, do_not_specialize=[*_VARYING, "least_tiles"], do_not_specialize_on_alignment=_SMALL)
 def _paged_attention_kernel(
-    out, values, lse, arrived, q, kv_cache, rows, query_start_loc, seq_lens, block_table, sinks,
+    out, values, lse, arrived, q, kv_cache, rows, query_start_loc, seq_lens, block_table, sinks, scales,
     num_requests, num_tokens, splits, least_tiles, scale, cap,
     q_token, q_head, block_stride, kv_stride, head_stride, table_stride,
-    GROUP: tl.constexpr, HEAD: tl.constexpr, HEAD_BLOCK: tl.constexpr, PAGE: tl.constexpr,
+    GROUP: tl.constexpr, HEAD: tl.constexpr, HEAD_BLOCK: tl.constexpr, ROW: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_Q: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
     SPLIT: tl.constexpr, SPLIT_TOKENS: tl.constexpr, SEARCH: tl.constexpr, SKIP: tl.constexpr, PADS: tl.constexpr,
-    ROWS: tl.constexpr, CHUNK: tl.constexpr, UPCAST: tl.constexpr,
+    ROWS: tl.constexpr, CHUNK: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
 ):  # fmt: skip
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
@@ -239,10 +277,10 @@ def _paged_attention_kernel(
         if first_tile >= end_tile:
             return
 
-    query = tl.load(q + (token * q_token + head * q_head)[:, None] + dims[None, :], real, 0.0)
-    if UPCAST:
-        query = query.to(tl.float32)
+    query = tl.load(q + (token * q_token + head * q_head)[:, None] + dims[None, :], real, 0.0).to(KEYS)
     kv = kv_cache + kv_head.to(tl.int64) * head_stride
+    if scales is not None:
+        scale *= tl.load(scales + kv_head)
     table = block_table + tl.load(rows + request).to(tl.int64) * table_stride
     position = lowest + local
     maximum = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -255,21 +293,23 @@ def _paged_attention_kernel(
         full_start = tl.maximum(tl.minimum(full_start, full_end), first_tile)
         acc, total, maximum = _attend(
             acc, total, maximum, query, kv, kv_stride, table, block_stride, position, start, stop, first_tile, full_start,
-            scale, cap, HEAD, HEAD_BLOCK, PAGE, TILE, WINDOW, SOFTCAP, True, UPCAST,
+            scale, cap, HEAD, HEAD_BLOCK, ROW, PAGE, TILE, WINDOW, SOFTCAP, True, VALUES,
         )  # fmt: skip
     else:
         full_start = first_tile
     acc, total, maximum = _attend(
         acc, total, maximum, query, kv, kv_stride, table, block_stride, position, start, stop, full_start, full_end,
-        scale, cap, HEAD, HEAD_BLOCK, PAGE, TILE, WINDOW, SOFTCAP, False, UPCAST,
+        scale, cap, HEAD, HEAD_BLOCK, ROW, PAGE, TILE, WINDOW, SOFTCAP, False, VALUES,
     )  # fmt: skip
     acc, total, maximum = _attend(
         acc, total, maximum, query, kv, kv_stride, table, block_stride, position, start, stop, full_end, end_tile,
-        scale, cap, HEAD, HEAD_BLOCK, PAGE, TILE, WINDOW, SOFTCAP, True, UPCAST,
+        scale, cap, HEAD, HEAD_BLOCK, ROW, PAGE, TILE, WINDOW, SOFTCAP, True, VALUES,
     )  # fmt: skip
 
     # A row of the tile may see none of this program's keys, and one outside of it sees none at all.
     acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    if scales is not None:
+        acc *= tl.load(scales + tl.num_programs(1) + kv_head)
     maximum = tl.where(total == 0.0, float("-inf"), maximum + tl.log2(total))
     if high - low == 1:
         tl.store(out + out_at, _finished(acc, maximum, sinks, head, inside), real)
@@ -299,6 +339,7 @@ def paged_attention(
     workspace: AttentionWorkspace | None = None,
     out: torch.Tensor | None = None,
     value_size: int = 0,
+    scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See the reference for arguments and result; in q a head's elements lie side by side, in the cache those of a block's head.
 
@@ -313,15 +354,16 @@ def paged_attention(
         workspace: For what the table asks, ValueError where it is too small; None: allocated for the call.
         out: See the reference.
         value_size: See the reference.
+        scales: See the reference.
     """
     if value_size:
         # Imported late: it needs what is above.
         from penstock.kernels.paged_attention.latent_triton import latent_attention
 
-        return latent_attention(q, kv_cache, batch, scale, value_size, out)
+        return latent_attention(q, kv_cache, batch, scale, value_size, out, scales)
     num_heads, head_size = q.shape[1], q.shape[2]
     kv_heads, requests, tokens = kv_cache.shape[2], batch.num_requests, batch.num_tokens
-    shape = AttentionShape(num_heads, kv_heads, head_size, q.element_size())
+    shape = AttentionShape(num_heads, kv_heads, head_size, q.element_size(), kv_cache.dtype is SCALED)
     launches = table(shape, requests, batch.max_query_len, batch.block_table.shape[1] * batch.block_size, tokens)
     if workspace is None:
         workspace = AttentionWorkspace.of(shape, launches, requests, tokens, q.device)
@@ -332,16 +374,17 @@ def paged_attention(
     cap = softcap * _LOG2E
     factor = 2.0 * _LOG2E * scale / softcap if softcap else _LOG2E * scale
     padded = shape.padded_head_size
+    keys, values = product_types(q.dtype, kv_cache.dtype)
     for launch in launches:
         rows = power_of_two(launch.block_q * shape.group)
         _paged_attention_kernel[launch.blocks(requests, tokens), kv_heads, launch.splits](
             out, workspace.values, workspace.lse, workspace.arrived, q, kv_cache, batch.rows, batch.query_start_loc,
-            batch.seq_lens, batch.block_table, sinks, requests, tokens, launch.splits, launch.least_tiles, factor, cap,
+            batch.seq_lens, batch.block_table, sinks, scales, requests, tokens, launch.splits, launch.least_tiles, factor, cap,
             q.stride(0), q.stride(1), kv_cache.stride(0), kv_cache.stride(1), kv_cache.stride(2), batch.block_table.stride(0),
-            GROUP=shape.group, HEAD=head_size, HEAD_BLOCK=padded, PAGE=batch.block_size,
+            GROUP=shape.group, HEAD=head_size, HEAD_BLOCK=padded, ROW=kv_cache.shape[4], PAGE=batch.block_size,
             BLOCK_M=launch.block_m, BLOCK_Q=launch.block_q, TILE=launch.tile, WINDOW=batch.window or 0, SOFTCAP=softcap != 0.0,
             SPLIT=launch.splits > 1, SPLIT_TOKENS=launch.split_tokens, SEARCH=launch.search, SKIP=launch.skip,
-            PADS=launch.pads, ROWS=rows, CHUNK=merge_chunk(rows * padded, launch.num_warps), UPCAST=UPCAST,
+            PADS=launch.pads, ROWS=rows, CHUNK=merge_chunk(rows * padded, launch.num_warps), KEYS=keys, VALUES=values,
             num_warps=launch.num_warps, num_stages=launch.num_stages,
         )  # fmt: skip
     return out
