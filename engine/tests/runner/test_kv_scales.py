@@ -7,6 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from test_core_with_runner import SCHEDULER, Engine, requests
+from test_model_runner import PARTS
 from test_tensor_parallel import ALL_LOGPROBS, alone, on_ranks, prompt, rank_runner  # noqa: F401  a fixture
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -271,3 +272,13 @@ def test_ranks_have_the_scales_of_their_heads(world, heads):
         assert every.tolist() == [[1, 1, 2, 2], [11, 11, 12, 12]]
     else:
         assert every.tolist() == [list(side) for side in whole]
+
+
+def test_a_search_for_what_is_not_finite_uses_the_steps_scales(checkpoint, build_runner, driver, tmp_path, monkeypatch):
+    folder = changed(checkpoint("llama"), tmp_path, scaled(("k_scale", 0.5), ("v_scale", 0.25)))
+    runner, seen, attend = build_runner(folder, kv_dtype="fp8_e4m3"), [], ForwardContext.attend
+    monkeypatch.setattr(ForwardContext, "attend", lambda self, *given: seen.append(self.kv_scales) or attend(self, *given))
+    PARTS["norm"](runner.model).fill_(float("nan"))
+    play = driver(runner)
+    assert list(play.step([(play.admit([1, 2, 3]), 3)]).failed) == [0]
+    assert len(seen) == 2 * 2 and all(scales is not None and scales[1].tolist() == [[0.5] * 2, [0.25] * 2] for scales in seen)

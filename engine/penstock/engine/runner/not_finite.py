@@ -138,7 +138,7 @@ def name_first_part(
         carry: From the pipeline stage before; None: there is none.
     """
     watch = _Watch(dict(tokens))
-    watched = _WatchedContext(ctx.ops, ctx.kv_caches, ctx.layer_groups, watch)
+    watched = _WatchedContext(ctx.ops, ctx.kv_caches, ctx.layer_groups, watch, kv_scales=ctx.kv_scales)
     hidden = torch.empty(0)
     if carry is not None:
         watch.look("an earlier pipeline stage", carry.stream())
