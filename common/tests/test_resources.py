@@ -157,13 +157,16 @@ def test_fields_that_nothing_implements_are_named() -> None:
     for path in (
         "lora",
         "engine.quantization.weights",
-        "engine.quantization.kvCache",
         "engine.quantization.activations",
         "engine.connector.type",
     ):
         assert f"spec.{path}" in named
     for name in ("tensor", "pipeline", "data", "expert"):
         assert f"spec.pools[prefill].parallelism.{name}" in named
+    on_devices = {"name": "a", "accelerator": {"resource": "nvidia.com/gpu"}}
+    kept = [{"engine": {"quantization": {"kvCache": name}}} for name in ("int8_per_token_head", "fp8_inc")]
+    fine, unknown = (unsupported(InferenceModel.parse(resource(pools=[on_devices], **it)).spec) for it in kept)
+    assert not any("kvCache" in path for path in fine) and any("kvCache (fp8_inc; auto, bfloat16" in path for path in unknown)
     disaggregated = resource(
         pools=[PREFILL, DECODE], engine={"connector": {"type": "nixl"}}, source={"uri": "s3://b/m", "revision": "v"}
     )

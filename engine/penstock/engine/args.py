@@ -380,8 +380,11 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
         asked = self.kv_cache_dtype
         if asked in ("auto", model.dtype):
             return
-        if device == "cuda":
-            raise ConfigError(f"--kv-cache-dtype {asked}: on a GPU the cache has the model's dtype so far, {model.dtype}")
+        if device == "cuda" and asked in ("bfloat16", "float16", "float32"):
+            raise ConfigError(
+                f"--kv-cache-dtype {asked}: on a GPU the cache has the model's dtype, {model.dtype}, or eight bits; "
+                "use fp8_e4m3, fp8_e5m2 or int8_per_token_head"
+            )
         if asked == "float16":
             raise ConfigError(
                 f"--kv-cache-dtype float16: no kernel reads it beside --dtype {model.dtype}; "

@@ -61,7 +61,7 @@ def compile_kernels(config: "EngineConfig", arch: str) -> "list[CompiledKernel]"
     total = len(list(shapes(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)))
     with compile_only(arch) as compiled, Progress(console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("steps", total=total)
-        runner = MetaRunner(config)
+        runner = MetaRunner(config, arch)
         runner.load()
         runner.initialize_kv_cache(1)
         for shape in launch_all(runner):

@@ -22,6 +22,7 @@ HOPPER = AttentionNeeds(
     device="cuda",
     capability=(9, 0),
     dtype=torch.bfloat16,
+    kv_dtype=torch.bfloat16,
     num_heads=8,
     num_kv_heads=2,
     head_size=64,
@@ -52,6 +53,8 @@ def installed(monkeypatch):
 @pytest.mark.req("ATT-31")
 def test_a_cpu_and_a_gpu_are_served_by_the_first_that_can(caplog):
     assert choose_backend(HOPPER).name == "triton"
+    for kept in (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8):
+        assert choose_backend(replace(HOPPER, kv_dtype=kept)).name == "triton"
     with caplog.at_level(logging.INFO):
         assert choose_backend(replace(HOPPER, device="cpu", capability=None)).name == "torch"
     assert "attention: torch (triton: needs a CUDA device, not 'cpu'" in caplog.text
@@ -64,6 +67,19 @@ def test_a_cpu_and_a_gpu_are_served_by_the_first_that_can(caplog):
         ("triton", {"device": "cpu", "capability": None}, "--attention-backend triton: .* needs a CUDA device, not 'cpu'"),
         ("triton", {"head_size": 512}, "head size 512 is no multiple of 8 up to 256"),
         ("triton", {"block_sizes": (16, 12)}, "block size 12 is no multiple of 8"),
+        ("triton", {"kv_dtype": torch.float32}, "KV cache dtype torch.float32 is none of torch.bfloat16, torch.float8_e4m3fn"),
+        (
+            "triton",
+            {"kv_dtype": torch.float8_e4m3fn, "capability": (8, 6)},
+            "8.6 is below 8.9, for a KV cache of torch.float8_e4m3",
+        ),
+        (
+            "triton",
+            {"kv_dtype": torch.int8, "value_size": 20, "head_size": 30},
+            "behind 30 numbers of a byte are not at multiples of 4",
+        ),
+        ("flash_attn", {"kv_dtype": torch.float8_e5m2}, "a KV cache of torch.float8_e5m2 is not in the calls that are used here"),
+        ("flashinfer", {"kv_dtype": torch.int8}, "a KV cache of torch.int8 is not in the calls that are used here"),
         ("flash_attn", {}, r"neither flash_attn_interface .* nor flash_attn is installed"),
         ("flashinfer", {}, "flashinfer is not installed"),
     ],

@@ -187,7 +187,9 @@ def test_schemes_of_weights_are_exactly_these() -> None:
 def test_a_kv_cache_that_no_kernel_reads_is_refused_by_name(given: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(words)):
         EngineArgs(**{"model": TINY, "device": "cpu", **given}).config()
-    with pytest.raises(ConfigError, match="--kv-cache-dtype float32: on a GPU the cache has the model's dtype so far, bfloat16"):
+    with pytest.raises(
+        ConfigError, match="--kv-cache-dtype float32: on a GPU the cache has the model's dtype, bfloat16, or eight"
+    ):
         EngineArgs(model=TINY, dtype="bfloat16", kv_cache_dtype="float32").config(device="cuda")
 
 

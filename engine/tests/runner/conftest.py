@@ -143,7 +143,8 @@ class Driver:
         self._released: list[int] = list(self._rows)
         if poison:
             for cache in runner.kv_caches:
-                cache.fill_(float("nan"))
+                # In eight bits, the byte that is NaN in both formats of floating-point numbers and as a row's scale.
+                cache.fill_(float("nan")) if cache.itemsize > 1 else cache.view(torch.uint8).fill_(0xFF)
 
     def admit(
         self,

@@ -79,10 +79,11 @@ def test_eight_bits_hold_twice_the_tokens(checkpoint):
     assert 1.9 <= pages[0] / pages[1] <= 2.1
 
 
-def test_a_cache_that_no_kernel_reads_is_refused(checkpoint):
-    model = str(checkpoint("llama"))
-    with pytest.raises(ConfigError, match="--kv-cache-dtype fp8: on a GPU the cache has the model's dtype so far"):
-        EngineArgs(model=model, kv_cache_dtype="fp8").config("cuda")
+def test_a_gpu_keeps_the_models_dtype_or_eight_bits(checkpoint):
+    """What else is asked for is refused: see `test_engine_args`."""
+    args = {"model": str(checkpoint("llama")), "dtype": "bfloat16"}
+    kept = {name: EngineArgs(**args, kv_cache_dtype=name).config("cuda").model.kv_dtype for name in ("bfloat16", "fp8", *TORCH)}
+    assert kept == {"bfloat16": "bfloat16", "fp8": "fp8_e4m3"} | {name: name for name in TORCH}
 
 
 @pytest.mark.req("Q-15")

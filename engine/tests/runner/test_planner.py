@@ -237,6 +237,16 @@ def test_a_step_is_bound_by_what_must_be_read(tmp_path, capsys):
     assert whole["tokens_per_s"] == pytest.approx(whole["batch"] / whole["token_s"])
 
 
+@pytest.mark.req("Q-16")
+def test_a_cache_of_eight_bits_holds_twice_the_tokens(tmp_path, capsys):
+    model, held = written(tmp_path, LLAMA_70B), {}
+    for kept in ("auto", "fp8", "fp8_e5m2", "int8_per_token_head"):
+        found = said(capsys, model, "--devices", 8, "--kv-cache-dtype", kept)["layouts"]
+        (held[kept],) = [it["kv_tokens"] for it in found if it["parallelism"]["tensor"] == 8]
+    assert held["fp8"] == held["fp8_e5m2"] == pytest.approx(2 * held["auto"], rel=1e-3)
+    assert held["int8_per_token_head"] == pytest.approx(2 * 128 / 132 * held["auto"], rel=1e-3), "a scale behind 128 numbers"
+
+
 def test_the_command_needs_neither_weights_nor_devices_and_says_what_is_wrong(tmp_path, capsys):
     folder = written(tmp_path / "model", LLAMA_70B)
     loads = (

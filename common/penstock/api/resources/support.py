@@ -62,13 +62,10 @@ def _quantization(spec: InferenceModelSpec) -> Iterator[str]:
     found, path = spec.engine.quantization, "spec.engine.quantization"
     if found is None:
         return
-    devices = [pool.name for pool in spec.pools if pool.has_devices]
     if found.weights is not None and found.weights not in WEIGHTS:
         yield f"{path}.weights ({found.weights}; {', '.join(WEIGHTS)} work)"
     if found.kv_cache is not None and found.kv_cache not in KV_CACHES:
         yield f"{path}.kvCache ({found.kv_cache}; {', '.join(KV_CACHES)} work)"
-    elif found.kv_cache is not None and found.kv_cache.startswith(("fp8", "int8")) and devices:
-        yield f"{path}.kvCache (pool {devices[0]} has devices; {found.kv_cache} works on CPUs alone)"
     if found.activations is not None:
         yield f"{path}.activations (a checkpoint's own scheme is followed; there is no other)"
 

@@ -94,8 +94,13 @@ def parser() -> argparse.ArgumentParser:
     add("--json", action="store_true", help="write JSON instead of a table")
     add("--revision", help="branch, tag or commit of a model from hf:// (None: main)")
     add("--dtype", choices=["auto", "bfloat16", "float32", "float16"], default="auto", help="number type; auto: the checkpoint's")
-    kinds = ["auto", "bfloat16", "float32", "float16", "fp8_e4m3", "fp8_e5m2", "int8_per_token_head"]
-    add("--kv-cache-dtype", choices=kinds, default="auto", help="number type of the KV cache; auto: that of the weights")
+    kinds = ["auto", "bfloat16", "float32", "float16", "fp8", "fp8_e4m3", "fp8_e5m2", "int8_per_token_head"]
+    add(
+        "--kv-cache-dtype",
+        choices=kinds,
+        default="auto",
+        help="number type of the KV cache; auto: that of the weights; fp8 is fp8_e4m3",
+    )
     add("--max-model-len", type=positive, help="longest sequence that must fit (None: the checkpoint's)")
     add("--max-num-seqs", type=positive, default=256, help="largest number of sequences in a step")
     add("--max-num-batched-tokens", type=positive, default=2048, help="largest number of tokens in a step")
@@ -136,7 +141,7 @@ def _engine(args: argparse.Namespace) -> "tuple[EngineConfig, DecoderConfig]":
     longest, dtype = config.max_position_embeddings, stored_dtype(raw) if args.dtype == "auto" else args.dtype
     if args.max_model_len is not None and not 2 <= args.max_model_len <= longest:
         raise ConfigError(f"--max-model-len {args.max_model_len}: the checkpoint is made for 2 to {longest} tokens")
-    kv_dtype = dtype if args.kv_cache_dtype == "auto" else args.kv_cache_dtype
+    kv_dtype = {"auto": dtype, "fp8": "fp8_e4m3"}.get(args.kv_cache_dtype, args.kv_cache_dtype)
     model = ModelConfig(
         path=file.parent,
         served_names=(args.model,),

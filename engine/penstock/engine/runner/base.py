@@ -76,6 +76,7 @@ from penstock.engine.sampling import SamplingParams
 from penstock.engine.spec.checkpoint import DraftCheckpoint
 from penstock.engine.stats import ExpertStats
 from penstock.kernels.ops import Ops
+from penstock.kernels.prepare_kv.cache_rows import FLOATS_OF_EIGHT_BITS
 
 log = logging.getLogger(__name__)
 
@@ -124,6 +125,7 @@ class RunnerBase(Turns[Runtime, Step, Sampled]):
         heads, model = self._shard.kv_heads(self.decoder_config.num_kv_heads).size, config.model
         kv_dtype = model.kv_dtype or model.dtype
         self._kv_layers = kv_layers(self.decoder_config, heads, kv_dtype, model.max_model_len)
+        self._kv_dtype: torch.dtype = getattr(torch, self._kv_layers[0].planes[0].dtype)
         drafter = DraftCheckpoint.read(config.speculative, model)
         if drafter is not None:
             whole = drafter.config.num_kv_heads
@@ -277,6 +279,7 @@ class RunnerBase(Turns[Runtime, Step, Sampled]):
             device=device.type,
             capability=torch.cuda.get_device_capability(device) if device.type == "cuda" else None,
             dtype=self._dtype,
+            kv_dtype=self._kv_dtype,
             num_heads=config.num_heads,
             num_kv_heads=config.num_kv_heads,
             head_size=config.head_size,
@@ -408,11 +411,10 @@ class RunnerBase(Turns[Runtime, Step, Sampled]):
 
     def _read_kv_scales(self, source: Source) -> Sequence[KVScales] | None:
         """Of a cache in FP8; ConfigError where the checkpoint's are none."""
-        dtype = self.config.model.kv_dtype
-        if dtype not in ("fp8_e4m3", "fp8_e5m2") or source.format == "dummy":
+        if self._kv_dtype not in FLOATS_OF_EIGHT_BITS or source.format == "dummy":
             return None  # as 1.0
-        of_all = self._kv_heads().total
-        return read_kv_scales(source.path, self.decoder_config.num_layers, of_all, needed=dtype == "fp8_e4m3")
+        of_all, needed = self._kv_heads().total, self._kv_dtype is torch.float8_e4m3fn
+        return read_kv_scales(source.path, self.decoder_config.num_layers, of_all, needed)
 
     def _kv_heads(self) -> Span:
         """The heads of the KV cache that the rank keeps; every rank has the whole latent."""

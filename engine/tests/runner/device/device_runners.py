@@ -51,10 +51,12 @@ def make_device_runner(
     graphs: GraphConfig | None = None,
     speculative: SpeculativeConfig | None = None,
     quantization: QuantizationName | None = None,
+    kv_dtype: str = "auto",
 ) -> DeviceRunner:
     """A loaded runner with its cache, on torch's forms of a device's operations and a runtime whose copies come late."""
+    options = {"dtype": dtype, "kv_dtype": kv_dtype, "max_model_len": max_model_len, "quantization": quantization}
     config = EngineConfig(
-        model=read_model_config(path, served_names=(), dtype=dtype, max_model_len=max_model_len, quantization=quantization),
+        model=read_model_config(path, served_names=(), **options),
         cache=CacheConfig(block_size=BLOCK_SIZE),
         scheduler=scheduler or SchedulerConfig(max_num_seqs=16, max_num_batched_tokens=512),
         device="cuda",

@@ -49,7 +49,7 @@ def launches(monkeypatch, triton_device):
 
         monkeypatch.setattr(InterpretedFunction, "__getitem__", lambda self, grid: Recorded(self.fn.__name__)[grid])
         config = EngineArgs(model=str(SHAPES / shape), load_format="dummy", max_num_seqs=ROWS, max_model_len=8192).config("cuda")
-        runner = MetaRunner(config)
+        runner = MetaRunner(config, "sm_90")
         runner.load()
         runner.initialize_kv_cache(1)
         key = BatchDescriptor(ROWS, ROWS, 1, False, SamplerPath.GREEDY)

@@ -44,7 +44,7 @@ def main() -> None:
     config = EngineArgs(**names | {"load_format": "dummy"}).config("cuda")
     draw, longest = np.random.default_rng(3), config.model.max_model_len
     with compile_only("sm_90") as compiled:
-        runner = MetaRunner(config)
+        runner = MetaRunner(config, "sm_90")
         runner.load()
         runner.initialize_kv_cache(200)
         # There is no adapter to load here: every other step is launched as if a request of it had one.

@@ -16,6 +16,7 @@ from penstock.engine.attention.backends.interface import (
     AttentionNeeds,
     StepMetadata,
     below,
+    other_cache,
     outside,
     placed,
 )
@@ -73,6 +74,7 @@ class FlashAttentionBackend(AttentionBackend):
         if version is None:
             reasons.append("neither flash_attn_interface (version 3, for compute capability 9.x) nor flash_attn is installed")
         reasons += outside(needs.dtype, (torch.bfloat16, torch.float16), "dtype")
+        reasons += other_cache(needs)
         if needs.head_size > 256 or needs.head_size % 8:
             reasons.append(f"head size {needs.head_size} is no multiple of 8 up to 256")
         # What version 2 checks itself; forks of it allow 16.
@@ -117,9 +119,10 @@ class FlashAttentionBackend(AttentionBackend):
         sinks: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
         value_size: int = 0,
+        scales: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        if sinks is not None or value_size:
-            raise ValueError("flash_attn has no attention sinks and no latent attention here")
+        if sinks is not None or value_size or scales is not None:
+            raise ValueError("flash_attn has no attention sinks, no latent attention and no scales of keys and values here")
         cache = tuple(kv_cache[:, which].transpose(1, 2) for which in (0, 1))
         common = {
             "softmax_scale": scale,

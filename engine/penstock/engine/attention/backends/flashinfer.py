@@ -20,6 +20,7 @@ from penstock.engine.attention.backends.interface import (
     StepLengths,
     StepMetadata,
     below,
+    other_cache,
     outside,
 )
 from penstock.engine.runner.device.graphs.descriptor import GraphSupport
@@ -66,6 +67,7 @@ class FlashInferBackend(AttentionBackend):
         if importlib.util.find_spec("flashinfer") is None:
             reasons.append("flashinfer is not installed")
         reasons += outside(needs.dtype, (torch.bfloat16, torch.float16), "dtype")
+        reasons += other_cache(needs)
         reasons += outside(needs.head_size, (64, 128, 256), "head size")
         for size in needs.block_sizes:
             reasons += outside(size, (16, 32, 64), "block size")
@@ -125,9 +127,12 @@ class FlashInferBackend(AttentionBackend):
         sinks: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
         value_size: int = 0,
+        scales: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        if sinks is not None or value_size or (scale, softcap) != (self.needs.scale, self.needs.softcap):
-            raise ValueError("flashinfer was planned for another scale or soft cap, or without attention sinks and latents")
+        if sinks is not None or value_size or scales is not None:
+            raise ValueError("flashinfer has no attention sinks, no latent attention and no scales of keys and values here")
+        if (scale, softcap) != (self.needs.scale, self.needs.softcap):
+            raise ValueError("flashinfer was planned for another scale or soft cap")
         step = self._metadata.of(batch, kv_cache)
         ordered, parts = q.index_select(0, step.order), []
         if step.num_decodes:

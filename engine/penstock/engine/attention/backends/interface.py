@@ -4,7 +4,7 @@ A backend has three parts. `refusals` and `graph_support` say, of a model's laye
 served, from facts alone. What a library wants beside a `DeviceBatch` is built when the first layer of a step asks for it
 (`StepMetadata`). `attend` is what every layer calls; it goes into `Ops`, so that nothing is chosen in a step.
 
-All read the cache as it is, [blocks, 2, kv_heads, block_size, d], which others call HND; those that want heads after tokens get
+All read the cache as it is, [blocks, 2, kv_heads, block_size, row], which others call HND; those that want heads after tokens get
 a transposed view.
 """
 
@@ -33,7 +33,9 @@ class AttentionNeeds:
     capability: tuple[int, int] | None
     """Compute capability of the CUDA device."""
     dtype: torch.dtype
-    """Dtype of queries and cache."""
+    """Dtype of queries."""
+    kv_dtype: torch.dtype
+    """Dtype of keys and values in the cache."""
     num_heads: int
     num_kv_heads: int
     head_size: int
@@ -106,6 +108,7 @@ class AttentionBackend(ABC):
         sinks: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
         value_size: int = 0,
+        scales: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Attend, with the arguments of `paged_attention_device`."""
 
@@ -140,6 +143,11 @@ def placed(result: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
 def outside(value: object, allowed: tuple[object, ...], what: str) -> list[str]:
     """A refusal where a value is none of those allowed."""
     return [] if value in allowed else [f"{what} {value} is none of {', '.join(map(str, allowed))}"]
+
+
+def other_cache(needs: AttentionNeeds) -> list[str]:
+    """A refusal where the cache has another dtype than the queries."""
+    return [] if needs.kv_dtype is needs.dtype else [f"a KV cache of {needs.kv_dtype} is not in the calls that are used here"]
 
 
 def below(needs: AttentionNeeds, capability: tuple[int, int]) -> list[str]:

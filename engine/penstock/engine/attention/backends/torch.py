@@ -35,5 +35,6 @@ class TorchBackend(AttentionBackend):
         sinks: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
         value_size: int = 0,
+        scales: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        return paged_attention_device(q, kv_cache, batch, scale, softcap, sinks, out, value_size)
+        return paged_attention_device(q, kv_cache, batch, scale, softcap, sinks, out, value_size, scales)

@@ -13,6 +13,7 @@ from penstock.kernels.paged_attention.launch import (
     invariant_launches,
 )
 from penstock.kernels.paged_attention.triton import paged_attention
+from penstock.kernels.prepare_kv.cache_rows import FLOATS_OF_EIGHT_BITS, SCALE_BYTES, SCALED
 
 MAX_HEAD_SIZE = 256
 
@@ -28,7 +29,8 @@ class TritonBackend(AttentionBackend):
     def __init__(self, needs: AttentionNeeds, *, batch_invariant: bool = False) -> None:
         super().__init__(needs)
         self._table: LaunchTable = invariant_launches if batch_invariant else fast_launches
-        shape = AttentionShape(needs.num_heads, needs.num_kv_heads, needs.head_size, needs.dtype.itemsize)
+        heads = needs.num_heads, needs.num_kv_heads, needs.head_size
+        shape = AttentionShape(*heads, needs.dtype.itemsize, needs.kv_dtype is SCALED)
         # The most that a block table can name.
         max_keys = needs.max_blocks * max(needs.block_sizes)
         self._workspace = AttentionWorkspace.sized(
@@ -39,6 +41,12 @@ class TritonBackend(AttentionBackend):
     def refusals(cls, needs: AttentionNeeds) -> list[str]:
         reasons = below(needs, (8, 0))
         reasons += outside(needs.dtype, (torch.bfloat16, torch.float16, torch.float32), "dtype")
+        reasons += outside(needs.kv_dtype, (needs.dtype, *FLOATS_OF_EIGHT_BITS, SCALED), "KV cache dtype")
+        if needs.kv_dtype is torch.float8_e4m3fn:
+            # Triton has no such type for earlier ones.
+            reasons += [f"{reason}, for a KV cache of {needs.kv_dtype}" for reason in below(needs, (8, 9)) if not reasons]
+        if needs.kv_dtype is SCALED and needs.head_size % SCALE_BYTES:
+            reasons.append(f"scales behind {needs.head_size} numbers of a byte are not at multiples of {SCALE_BYTES} bytes")
         if not needs.value_size and (needs.head_size > MAX_HEAD_SIZE or needs.head_size % 8):
             reasons.append(f"head size {needs.head_size} is no multiple of 8 up to {MAX_HEAD_SIZE}")
         reasons += [f"block size {size} is no multiple of 8" for size in needs.block_sizes if size % 8]
@@ -58,6 +66,7 @@ class TritonBackend(AttentionBackend):
         sinks: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
         value_size: int = 0,
+        scales: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        options = {"table": self._table, "workspace": self._workspace, "out": out, "value_size": value_size}
+        options = {"table": self._table, "workspace": self._workspace, "out": out, "value_size": value_size, "scales": scales}
         return paged_attention(q, kv_cache, batch, scale, softcap, sinks, **options)

@@ -52,6 +52,7 @@ from penstock.engine.spec.lookup import lookup_proposer
 from penstock.engine.spec.proposer import Proposer
 from penstock.kernels.ops import Ops, ops_for
 from penstock.kernels.paged_attention.launch import attention_steps
+from penstock.kernels.prepare_kv.cache_rows import FLOATS_OF_EIGHT_BITS
 from penstock.kernels.sampling.ops import SamplingOps, sampling_ops
 from penstock.kernels.sampling.params import WORDS
 from penstock.kernels.step_state.ops import StepOps, triton_step_ops
@@ -132,11 +133,18 @@ class DeviceRunner(RunnerBase[DeviceRuntime, LaunchedStep, Pending]):
         self.sampler = Sampler(most, self._max_logits_rows, self.decoder_config.vocab_size, device, self.forms.sampling)
         changing = [*targets(self.state), self.sampler.params]
         self._staging = Staging(self.runtime, self.forms.step, most, self.config.depth, changing)
-        self.program = StepProgram(self.forms.step, self.state, self.buffers, groups, self._layer_groups)
+        scales = self._new_kv_scales()
+        self.program = StepProgram(self.forms.step, self.state, self.buffers, groups, self._layer_groups, scales)
         self._results = self.runtime.pinned(*self.buffers.results.shape)
         self._make_graphs()
         self._reset()
         return self.forms.model
+
+    def _new_kv_scales(self) -> torch.Tensor | None:
+        """Where steps find the scales of all layers, 1.0 until they are read; None: the cache's dtype has none."""
+        if self._kv_dtype not in FLOATS_OF_EIGHT_BITS:
+            return None
+        return torch.ones(self.decoder_config.num_layers, 2, self._kv_heads().size, device=self.runtime.device)
 
     def _make_graphs(self) -> None:
         tokens = len(self.buffers.inputs.input_ids)
@@ -173,6 +181,9 @@ class DeviceRunner(RunnerBase[DeviceRuntime, LaunchedStep, Pending]):
     def _fill(self, source: Source) -> None:
         self._empty = True
         super()._fill(source)
+        if (scales := self.program.kv_scales) is not None:
+            with self.runtime.main_stream():
+                scales.fill_(1.0) if self._own_kv_scales is None else scales.copy_(torch.stack(self._own_kv_scales))
         self._empty = False
 
     def _zeroed(self, size: int) -> torch.Tensor:

@@ -99,12 +99,20 @@ class StepProgram:
         buffers: The step's.
         groups: KV groups.
         layer_groups: Per layer, its group.
+        kv_scales: [layers, 2, kv_heads] float32, of a cache whose keys and values are divided by such; else None. A reload
+            changes what they are, never where.
     """
 
     def __init__(
-        self, step_ops: StepOps, state: RowState, buffers: StepBuffers, groups: Sequence[KVGroup], layer_groups: list[int]
+        self,
+        step_ops: StepOps,
+        state: RowState,
+        buffers: StepBuffers,
+        groups: Sequence[KVGroup],
+        layer_groups: list[int],
+        kv_scales: torch.Tensor | None,
     ) -> None:
-        self.state, self.buffers = state, buffers
+        self.state, self.buffers, self.kv_scales = state, buffers, kv_scales
         self._step_ops, self._groups, self._layer_groups = step_ops, groups, layer_groups
 
     def step(
@@ -129,7 +137,8 @@ class StepProgram:
             )
             for number, group in enumerate(self._groups)
         ]
-        ctx = ForwardContext(ops, kv_caches, [groups[number] for number in self._layer_groups])
+        scales = None if self.kv_scales is None else self.kv_scales.unbind()
+        ctx = ForwardContext(ops, kv_caches, [groups[number] for number in self._layer_groups], kv_scales=scales)
         return Step(shape, request, inputs, ctx)
 
     def prepare(self, step: Step) -> None:

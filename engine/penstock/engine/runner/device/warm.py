@@ -21,7 +21,7 @@ from penstock.engine.loading.loader import Source
 from penstock.engine.models.config import DecoderConfig
 from penstock.engine.runner.device.device_runner import DeviceForms, DeviceRunner
 from penstock.engine.runner.device.graphs.runtime import CapturedGraph
-from penstock.engine.runner.device.runtime import MIN_CAPABILITY, DeviceFailed, DeviceMemory
+from penstock.engine.runner.device.runtime import DeviceFailed, DeviceMemory
 from penstock.engine.sampling import SamplingParams
 from penstock.kernels.ops import triton_ops
 from penstock.kernels.paged_attention.launch import attention_steps
@@ -115,9 +115,16 @@ class MetaGraphs:
 
 
 class MetaRunner(DeviceRunner):
-    """A device runner whose weights are nowhere."""
+    """A device runner whose weights are nowhere.
 
-    def __init__(self, config: EngineConfig) -> None:
+    Args:
+        config: The engine's.
+        arch: What is compiled for, such as sm_90.
+    """
+
+    def __init__(self, config: EngineConfig, arch: str) -> None:
+        major, minor = divmod(int(arch.removeprefix("sm_")), 10)
+        self._capability = (major, minor)
         super().__init__(config, MetaRuntime(), graphs=MetaGraphs())
         # Those of a GPU, which only sees shapes: nothing asks whether one is there.
         self._given = DeviceForms(triton_ops(self._dtype), triton_step_ops(), sampling_ops(torch.device("cuda")))
@@ -127,7 +134,7 @@ class MetaRunner(DeviceRunner):
         asked, needs = self.config.attention_backend, self._attention_needs(config)
         if asked not in (None, TritonBackend.name):
             raise ConfigError(f"--attention-backend {asked} brings kernels of its own: those of triton alone are compiled ahead")
-        if reasons := TritonBackend.refusals(replace(needs, device="cuda", capability=MIN_CAPABILITY)):
+        if reasons := TritonBackend.refusals(replace(needs, device="cuda", capability=self._capability)):
             raise ConfigError(f"no kernels for this model's attention: {', '.join(reasons)}")
         return TritonBackend(needs)
 
