@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import subprocess
 import time
 import urllib.error
 import urllib.request
@@ -249,6 +250,19 @@ def test_pages_that_nobody_fetches_are_free_when_their_lease_has_run_out(start):
     ask(other, prompt=PROMPT, kv_transfer_params=first)
     wait_for(lambda: is_free(decode), 5)
     assert metric(decode, "penstock_kv_transfer_expired_leases") == 0
+
+
+@pytest.mark.req("DR-10")
+def test_a_replica_that_drains_stays_until_what_it_has_lent_is_fetched(start):
+    prefill, decode = start("kv_producer"), start("kv_consumer")
+    params = lend(prefill)
+    prefill.process.send_signal(signal.SIGTERM)
+    with pytest.raises(subprocess.TimeoutExpired):
+        prefill.process.wait(2.0)
+    answer = ask(decode, prompt=PROMPT, kv_transfer_params=params)
+    assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == params["remote_num_tokens"]
+    assert prefill.process.wait(10) == 0 and "draining" in prefill.log.read_text()
+    assert metric(decode, "penstock_kv_transfer_failed_pages") == 0
 
 
 def test_a_replica_that_does_not_know_the_secret_gets_and_gives_nothing(start, tmp_path):

@@ -27,11 +27,14 @@ from penstock.engine.frontend.observe.traces import Traces
 from penstock.engine.frontend.openai.kv_transfer import KVTransfer
 from penstock.engine.frontend.python.prompts import load_processor
 from penstock.engine.kv_events_config import KVEventsConfig
+from penstock.engine.stats import CoreStats
 
 log = logging.getLogger(__name__)
 
 # How long handlers get to tell their clients that the core is gone.
 _LAST_WORDS_S = 2.0
+_LOOK_S = 0.05
+"""Between two looks at what cores tell."""
 ADMIN: Final = "--admin-port"
 EVENTS_PORT: Final = 5557
 REPLAY_PORT: Final = 5558
@@ -199,7 +202,8 @@ async def _run(llm: AsyncLLM, server: ApiServer, ending: "Ending", config: Serve
     if not llm.failed.is_set():
         llm.state = State.DRAINING
         log.info("draining: running requests have %.0f s", config.shutdown_timeout)
-        await any_of(server.active.drained(), llm.failed.wait(), ending.now.wait(), seconds=config.shutdown_timeout)
+        over = _drained(llm, server, lends=config.engine.transfer is not None and config.engine.transfer.lends)
+        await any_of(over, llm.failed.wait(), ending.now.wait(), seconds=config.shutdown_timeout)
     if server.active.idle and not llm.failed.is_set():
         return 0
     if not llm.failed.is_set():
@@ -207,6 +211,19 @@ async def _run(llm: AsyncLLM, server: ApiServer, ending: "Ending", config: Serve
         llm.cut_off()
     await any_of(server.active.drained(), seconds=_LAST_WORDS_S)
     return 1
+
+
+async def _drained(llm: AsyncLLM, server: ApiServer, *, lends: bool) -> None:
+    """Waits until no request runs, and no other replica needs pages of a prompt that was computed here."""
+    await server.active.drained()
+    ranks = [(rank, rank.stats) for rank in llm.ranks]  # a lease may be newer than these
+    while lends and any(rank.stats is before or _num_leases(rank.stats) for rank, before in ranks):  # noqa: ASYNC110 - no event tells
+        await asyncio.sleep(_LOOK_S)
+
+
+def _num_leases(stats: CoreStats | None) -> int:
+    transfer = None if stats is None or stats.offload is None else stats.offload.transfer
+    return 0 if transfer is None else transfer.leases
 
 
 async def any_of(*waits: Coroutine[Any, Any, Any], seconds: float | None = None) -> None:
