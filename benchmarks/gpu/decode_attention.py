@@ -11,10 +11,13 @@ from gpu.clock import Clock, CudaClock
 from gpu.figures import Row, attention_bytes, mixed_lengths
 from gpu.read_stream import read_stream
 from penstock.kernels.paged_attention.device_batch import DeviceBatch
+from penstock.kernels.prepare_kv.cache_rows import to_rows
 
 HEADS, KV_HEADS, HEAD_SIZE, BLOCK = 32, 8, 128, 16
 """Of an 8B model."""
 STREAM_BYTES = 1 << 30
+EIGHT_BITS = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2, "int8_per_token_head": torch.int8}
+"""Dtypes of `--kv-cache-dtype`."""
 
 Attend = Callable[[torch.Tensor, torch.Tensor, DeviceBatch, float], torch.Tensor]
 
@@ -67,7 +70,19 @@ def measure_case(case: Case, attend: Attend, clock: Clock, stream: float, peers:
             found[name] = {"absent": f"{type(error).__name__}: {error}".partition("\n")[0]}
         else:
             found[name] = {"us": 1e6 * theirs, "penstock_over_it": theirs / seconds}
+    if case.gated:
+        row["eight_bits"] = eight_bits(seconds, attend, clock, q, cache, batch, scale)
     return row | {"peers": found}
+
+
+def eight_bits(seconds: float, attend: Attend, clock: Clock, q: torch.Tensor, cache: torch.Tensor, *step: Any) -> Row:
+    """By dtype of a cache of the same tokens in eight bits: how many times as fast it is attended as in `seconds`."""
+    found: Row = {}
+    for name, dtype in EIGHT_BITS.items():
+        kept = to_rows(cache, dtype)
+        theirs = clock.seconds(lambda kept=kept: attend(q, kept, *step))
+        found[name] = {"us": 1e6 * theirs, "times_as_fast": seconds / theirs}
+    return found
 
 
 def measure(

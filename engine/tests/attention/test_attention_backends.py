@@ -1,6 +1,7 @@
 """Which attention backend is chosen and why; and adapters to libraries against stand-ins with the libraries' signatures."""
 
 import logging
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -45,7 +46,8 @@ def installed(monkeypatch):
         for name in names:
             monkeypatch.syspath_prepend(STAND_INS / name)
             for module in (STAND_INS / name).glob("*.py"):
-                monkeypatch.delitem(__import__("sys").modules, module.stem, raising=False)
+                monkeypatch.setitem(sys.modules, module.stem, None)  # noted, so that an import is forgotten at the end
+                monkeypatch.delitem(sys.modules, module.stem)
 
     return install
 
