@@ -19,7 +19,8 @@ from peers.model import make_model
 from rich.console import Console
 from rich.table import Table
 
-PARTS = ("common", "kernels", "engine")
+PARTS = ("benchmarks", "common", "kernels", "engine")
+"""Of a checkout: each brings the loop that turns its core, since the calls may have changed between the two."""
 START = """
 import runpy, sys
 from pathlib import Path
