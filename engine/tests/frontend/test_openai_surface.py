@@ -38,6 +38,12 @@ THOUGHT_AND_CALL = (
     '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
 )
 TOOLS = ApiSettings(parsers=ParserConfig("hermes", "qwen3", True))
+ON_CHANNELS = (
+    "<|channel|>analysis<|message|>hm 水<|end|><|start|>assistant<|channel|>commentary<|message|>\n\nI look. <|end|>"
+    '<|start|>assistant<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{"city": "Zürich"}<|call|>'
+    "<|start|>assistant<|channel|>commentary to=functions.get_weather<|message|><|call|>"
+)
+HARMONY_TOOLS = ApiSettings(parsers=ParserConfig("openai", "openai_gptoss", True))
 
 
 class Site:
@@ -86,13 +92,18 @@ async def start(byte_level: Tokenizer, tokenizer_files: Path, tmp_path: Path) ->
         await close()
 
 
-async def test_calls_and_reasoning_are_the_same_streamed_and_whole(start: Start) -> None:
-    site = await start(THOUGHT_AND_CALL, TOOLS)
+@pytest.mark.parametrize(
+    ("says", "settings", "last"), [(THOUGHT_AND_CALL, TOOLS, {"city": "Paris"}), (ON_CHANNELS, HARMONY_TOOLS, {})]
+)
+async def test_calls_and_reasoning_are_the_same_streamed_and_whole(
+    start: Start, says: str, settings: ApiSettings, last: dict[str, str]
+) -> None:
+    site = await start(says, settings)
     whole = (await site.openai.chat.completions.create(model="m", messages=MESSAGES, tools=[WEATHER])).choices[0]
     assert whole.finish_reason == "tool_calls"
     message = whole.message
     assert (message.content, message.reasoning_content, message.reasoning) == ("\n\nI look. ", "hm 水", "hm 水")  # type: ignore[attr-defined]
-    assert [json.loads(call.function.arguments) for call in message.tool_calls or ()] == [{"city": "Zürich"}, {"city": "Paris"}]  # type: ignore[union-attr]
+    assert [json.loads(call.function.arguments) for call in message.tool_calls or ()] == [{"city": "Zürich"}, last]  # type: ignore[union-attr]
     assert len({call.id for call in message.tool_calls or ()}) == 2
 
     async with site.openai.chat.completions.stream(model="m", messages=MESSAGES, tools=[WEATHER]) as stream:
