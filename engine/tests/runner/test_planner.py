@@ -152,7 +152,7 @@ def drafting(checkpoint, tmp_path):
 def test_what_drafts_takes_its_weights_and_pages_on_every_rank_of_the_last_stage(method, drafting):
     """As the runner has it: its layers, its pages, and where the last stage ends."""
     engine, config, drafter = drafting(method, pipeline_parallel_size=2)
-    drafts = 3 * drafter.pass_bytes(engine.model.dtype)
+    drafts = drafter.step_bytes(engine.speculative, engine.model.dtype, 1)
     spans = [Stage(at, 2).layers(stage_sizes(config, engine.model.dtype, None, drafts)) for at in range(2)]
     ranks = [_Rank(engine, config, Shard(0, 1), spans[at], None, Stage(at, 2), drafter) for at in range(2)]
     memory, on_cpu = SharedMemory.create(1), msgspec.structs.replace(engine, device="cpu")

@@ -113,9 +113,7 @@ def estimate(
         drafter: A draft model or a head; `speculative` of the engine says how many tokens it drafts.
     """
     model, shard = engine.model, Shard(0, parallelism.tensor)
-    drafts = 0.0
-    if drafter is not None and engine.speculative is not None:
-        drafts = shard.world * engine.speculative.num_speculative_tokens * drafter.pass_bytes(model.dtype)
+    drafts = 0.0 if drafter is None else drafter.step_bytes(engine.speculative, model.dtype, shard.world)
     if (problem := size_problem(config, parallelism.tensor, whole_experts=parallelism.expert)) is not None:
         return Refusal(parallelism, problem)
     try:

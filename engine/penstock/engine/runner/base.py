@@ -155,11 +155,8 @@ class RunnerBase(Turns[Runtime, Step, Sampled]):
         """The layers of a pipeline stage; None: all of them."""
         if self._stage.world == 1:
             return None
-        model, drafts = self.config.model, 0.0
-        if drafter is not None and self.config.speculative is not None:
-            # Each rank has all of what drafts, and its part of a layer.
-            times = self.config.speculative.num_speculative_tokens * self._shard.world
-            drafts = times * drafter.pass_bytes(model.dtype)
+        model = self.config.model
+        drafts = 0.0 if drafter is None else drafter.step_bytes(self.config.speculative, model.dtype, self._shard.world)
         given = self.decoder_config, model.dtype, model.weight_quantization, drafts
         return self._stage.layers(stage_sizes(*given, lm_head=model.pooling is None))
 

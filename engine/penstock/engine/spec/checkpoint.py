@@ -40,9 +40,14 @@ class DraftCheckpoint(NamedTuple):
         """Whether the weights are in the target's checkpoint, and change with it."""
         return self.head is not None and self.head.kind == "mtp"
 
-    def pass_bytes(self, dtype: DType) -> float:
-        """Bytes of weights that each of a step's drafts reads."""
-        return draft_bytes(self.config, dtype, self.config.vocab_size if self.head is None else self.head.draft_vocab_size)
+    def step_bytes(self, speculative: SpeculativeConfig | None, dtype: DType, ranks: int) -> float:
+        """Bytes of weights that the drafts of a step read, to be added to those of whole layers.
+
+        Each rank has a part of a layer, and all of what drafts.
+        """
+        vocab_size = self.config.vocab_size if self.head is None else self.head.draft_vocab_size
+        times = 0 if speculative is None else speculative.num_speculative_tokens * ranks
+        return times * draft_bytes(self.config, dtype, vocab_size)
 
     def held_bytes(self, target: ModelConfig) -> int:
         """Bytes of its weights, but for norms and biases, beside a target."""

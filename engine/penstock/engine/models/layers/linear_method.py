@@ -152,7 +152,7 @@ class PrepackedLinearMethod(UnquantizedLinearMethod):
 
     def held(self) -> list[torch.Tensor]:
         """Refuses: only oneDNN knows what its layout is made of."""
-        raise ConfigError("--enable-eplb: experts whose weights are in oneDNN's layout do not move (use one thread)")
+        raise ConfigError("--enable-eplb: experts whose weights are in oneDNN's layout do not move")
 
     def apply(self, x: torch.Tensor) -> torch.Tensor:
         """[n, in] → [n, out]; a row's result does not depend on the others, with AMX but for its last bits."""
