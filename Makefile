@@ -11,7 +11,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 UV := $(BIN)/uv
 UV_VERSION := 0.13.8
-PROTOS := gateway/penstock/gateway/_pb/.stamp
+PROTOS := gateway/penstock/gateway/_pb/.stamp conformance/penstock/epp_conformance/_pb/.stamp
 SETUP := $(VENV)/.setup
 DOCKER ?= docker
 VERSION = $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
@@ -26,18 +26,18 @@ $(UV):
 	@$(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check uv==$(UV_VERSION)
 
-# After the generated package, which the build would else generate itself.
-$(SETUP): pyproject.toml requirements/dev.txt | $(PROTOS)
+# After the generated packages, which the build would else generate itself.
+$(SETUP): pyproject.toml conformance/pyproject.toml requirements/dev.txt | $(PROTOS)
 	@echo "==> installing the locked dependencies (torch is large: about half a minute on a fast line)"
 	@$(UV) pip install --python $(BIN)/python --require-hashes -r requirements/dev.txt
-	@$(UV) pip install --python $(BIN)/python --quiet --no-deps -e .
+	@$(UV) pip install --python $(BIN)/python --quiet --no-deps -e . -e ./conformance
 	@touch $@
 
-$(PROTOS): gateway/protogen.py requirements/protogen.txt | $(UV)
-	@echo "==> generating the Envoy protobuf package"
+$(PROTOS): common/protogen.py requirements/protogen.txt | $(UV)
+	@echo "==> generating Envoy's protobufs in $(@D)"
 	@$(UV) venv --quiet --allow-existing .tools/protogen
 	@$(UV) pip install --quiet --python .tools/protogen/bin/python --require-hashes -r requirements/protogen.txt
-	@.tools/protogen/bin/python gateway/protogen.py $(@D)
+	@.tools/protogen/bin/python common/protogen.py $(@D)
 	@touch $@
 
 .PHONY: setup
@@ -284,7 +284,7 @@ bench-soak: setup ## does a replica leak? Half an hour of mixed traffic, aborts 
 	@$(BIN)/python benchmarks/bench_soak.py $(ARGS)
 
 PROSE := README.md CONTRIBUTING.md CHANGELOG.md docs examples charts manifests monitoring \
-	common engine kernels gateway operator client sim
+	common engine kernels gateway operator client sim conformance
 .PHONY: lint types format lock lock-peers
 lint: setup ## no symbolic links, ruff, the import contracts, and spelling and word list of documents and help texts
 	@! git ls-files --stage | grep ^120000 || { echo "symbolic links get lost in archives: commit a copy (manifests/copies.py)" >&2; exit 1; }

@@ -3,13 +3,14 @@
 An sdist holds the protobuf package, so that a build from it needs no generator.
 """
 
+import importlib
 import platform
 import shutil
-import subprocess
 import sys
 import sysconfig
 import tempfile
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
@@ -22,13 +23,12 @@ class GeneratedFiles(BuildHookInterface):
         """The generator, pinned as `make setup` has it, unless the protobuf package is there."""
         if self._protobufs.is_dir():
             return []
-        lines = (Path(self.root) / "requirements/protogen.txt").read_text().splitlines()
-        return [line.removesuffix("\\").strip() for line in lines if line and not line.startswith(("#", " "))]
+        return self._generation.generator()
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Generates what is missing."""
         if not self._protobufs.is_dir():
-            subprocess.run([sys.executable, Path(self.root) / "gateway/protogen.py", self._protobufs], check=True)
+            self._generation.generate(self._protobufs)
         if self.target_name == "wheel" and version == "standard" and sys.platform == "linux":
             self._compile(build_data)
 
@@ -40,6 +40,11 @@ class GeneratedFiles(BuildHookInterface):
     @property
     def _protobufs(self) -> Path:
         return Path(self.root) / "gateway/penstock/gateway/_pb"
+
+    @property
+    def _generation(self) -> ModuleType:
+        sys.path.insert(0, str(Path(self.root) / "common"))
+        return importlib.import_module("protobufs")
 
     def _compile(self, build_data: dict[str, Any]) -> None:
         """Adds the operations for every instruction set of this architecture, which makes the wheel one for this platform."""

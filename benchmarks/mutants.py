@@ -181,10 +181,10 @@ def held_by_types(mutation: MutationSpec) -> bool:
 
 
 def copy_tree(target: Path) -> None:
-    """Copies the working tree without what git ignores, and with the generated package."""
+    """Copies the working tree without what git ignores, and with the generated packages."""
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     listed = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, check=True, text=True).stdout.split("\0")
-    generated = [str(path.relative_to(ROOT)) for path in ROOT.glob("gateway/penstock/gateway/_pb/**/*.py")]
+    generated = [str(path.relative_to(ROOT)) for path in ROOT.glob("*/penstock/*/_pb/**/*.py")]
     for name in (*listed, *generated):
         if name and (ROOT / name).is_file():  # not one that was deleted
             (target / name).parent.mkdir(parents=True, exist_ok=True)

@@ -19,7 +19,7 @@ from e2e.system import GATEWAY, System
 from e2e.traffic import openai_client
 from e2e.waiting import eventually
 from penstock.api import headers, labels
-from penstock.gateway.conformance.proxy import LISTENERS, bootstrap
+from penstock.epp_conformance.proxy import LISTENERS, bootstrap
 
 GROUP = "inference.networking.k8s.io"
 HTTP_PORT = 9090

@@ -206,7 +206,7 @@ def make(context: Path, tmp_path: Path) -> Iterator[Make]:
 
 @pytest.mark.parametrize(
     ("image", "commands"),
-    [("operator", ["operator", "crds", "dashboards"]), ("gateway", ["gateway", "envoy", "epp-conformance"])],
+    [("operator", ["operator", "crds", "dashboards"]), ("gateway", ["gateway", "envoy"])],
 )
 def test_what_a_dockerfile_makes_runs_its_commands(image: str, commands: list[str], make: Make) -> None:
     made = make(image)

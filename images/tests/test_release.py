@@ -27,6 +27,11 @@ def test_nothing_is_published_before_the_tests_pass(jobs: dict[str, Any]) -> Non
         assert "test" in jobs[name]["needs"]
 
 
+def test_it_publishes_every_distribution(jobs: dict[str, Any]) -> None:
+    built = {step["run"] for job in jobs["packages"]["needs"] for step in jobs[job]["steps"] if "uv build" in step.get("run", "")}
+    assert built == {"uv build --sdist", "uv build --out-dir dist ./conformance"}
+
+
 def test_it_builds_every_image(jobs: dict[str, Any]) -> None:
     dockerfiles = {it.name.removesuffix(".Dockerfile") for it in (ROOT / "images").glob("*.Dockerfile")}
     assert set(jobs["images"]["strategy"]["matrix"]["image"]) == dockerfiles

@@ -12,7 +12,7 @@ from rich.console import Console
 from benchmarks.gatewaybench.arms import Arm, Process, Start, free_port, free_ports, running
 from benchmarks.peers.gaie.picker import api_server, build_picker, picker
 from e2e.cluster.cluster import Cluster
-from penstock.gateway.conformance.proxy import LISTENERS, bootstrap
+from penstock.epp_conformance.proxy import LISTENERS, bootstrap
 
 NAME = "GAIE 1.5.0"
 MESSAGE_TIMEOUT_S = 60.0

@@ -1,6 +1,6 @@
 """Holds the Gateway API Inference Extension's own picker against the endpoint-picker protocol: `make conformance-gaie`.
 
-Arguments are those of `penstock epp-conformance`, without the target and what it was told of. Needs the cluster tier's machine.
+Arguments are those of `penstock-epp-conformance`, without the target and what it was told of. Needs the cluster tier's machine.
 """
 
 import sys
@@ -10,7 +10,7 @@ from rich.console import Console
 
 from benchmarks.peers.gaie.picker import api_server, build_picker, picker
 from e2e.cluster.commands import TestbedError
-from penstock.gateway.conformance.cli import main
+from penstock.epp_conformance.cli import main
 
 ADDRESSES = ("127.0.1.1", "127.0.1.2", "127.0.1.3")
 PORT, GRPC_PORT = 8000, 9002

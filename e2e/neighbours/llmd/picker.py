@@ -15,7 +15,7 @@ from e2e.neighbours.engines import NAME
 from e2e.neighbours.llmd import build
 from e2e.neighbours.programs import Programs, answers
 from e2e.traffic import openai_client
-from penstock.gateway.conformance.proxy import LISTENERS, bootstrap
+from penstock.epp_conformance.proxy import LISTENERS, bootstrap
 from testing.ports import free_ports
 
 _LISTENER = "duplex"

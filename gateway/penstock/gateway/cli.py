@@ -362,10 +362,3 @@ def envoy(argv: list[str]) -> int:
     from penstock.gateway.envoy import main
 
     return main(argv)
-
-
-def conformance(argv: list[str]) -> int:
-    """Judges any endpoint picker by the protocol that it speaks."""
-    from penstock.gateway.conformance.cli import main
-
-    return main(argv)

@@ -1,4 +1,4 @@
-"""Starts a gateway over a fleet in a file and runs `penstock epp-conformance` on it: `make conformance`.
+"""Starts a gateway over a fleet in a file and runs `penstock-epp-conformance` and our own checks on it: `make conformance`.
 
 Arguments are the suite's, without `--target`, `--model` and `--endpoint`; after `--` come the gateway's.
 """
@@ -16,8 +16,9 @@ from pathlib import Path
 
 import msgspec
 
+from gateway.tests.conformance.own_checks import OWN
 from penstock.api.fleet import Fleet, Model, Pool, Replica
-from penstock.gateway.conformance.cli import main
+from penstock.epp_conformance.cli import main
 from testing.ports import free_ports
 
 MODEL = "tiny"
@@ -79,8 +80,8 @@ def judge(flags: Sequence[str], *suite: str) -> int:
     """Runs the suite on a gateway with `flags`; its exit status."""
     with tempfile.TemporaryDirectory() as folder, gateway(Path(folder), *flags) as (target, endpoints):
         told = [flag for endpoint in endpoints for flag in ("--endpoint", endpoint)]
-        own = ("--serve-endpoints", "--penstock", "--strict", "--timeout", str(ANSWER_LIMIT_S))
-        return main(["--target", target, "--model", MODEL, *told, *own, *suite])
+        own = ("--serve-endpoints", "--strict", "--timeout", str(ANSWER_LIMIT_S))
+        return main(["--target", target, "--model", MODEL, *told, *own, *suite], more=OWN)
 
 
 if __name__ == "__main__":

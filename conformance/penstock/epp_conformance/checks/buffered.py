@@ -3,14 +3,14 @@
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 
-from penstock.api import headers
-from penstock.gateway._pb.envoy.extensions.filters.http.ext_proc.v3.processing_mode_pb2 import ProcessingMode
-from penstock.gateway._pb.envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingResponse
-from penstock.gateway.conformance.bench import Bench
-from penstock.gateway.conformance.check import EXT_PROC, MODES, Group, Level, check
-from penstock.gateway.conformance.conversation import BUFFERED, NONE, PARTIAL, STREAMED, Conversation
-from penstock.gateway.conformance.outcome import Outcome, Pick, sets_of
-from penstock.gateway.conformance.verdict import Failed, NotApplicable, expect
+from penstock.epp_conformance import protocol
+from penstock.epp_conformance._pb.envoy.extensions.filters.http.ext_proc.v3.processing_mode_pb2 import ProcessingMode
+from penstock.epp_conformance._pb.envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingResponse
+from penstock.epp_conformance.bench import Bench
+from penstock.epp_conformance.check import EXT_PROC, MODES, Group, Level, check
+from penstock.epp_conformance.conversation import BUFFERED, NONE, PARTIAL, STREAMED, Conversation
+from penstock.epp_conformance.outcome import Outcome, Pick, sets_of
+from penstock.epp_conformance.verdict import Failed, NotApplicable, expect
 
 
 @asynccontextmanager
@@ -55,7 +55,7 @@ async def pick_in_body(bench: Bench) -> None:
     """BUFFERED: the answer to the body carries the destination, as header and as metadata, and clears the route cache."""
     async with _buffered(bench) as stream:
         _, pick = await _body_answer(stream, bench.target.body())
-    expect(pick.header is not None, f"{headers.DESTINATION} is not set")
+    expect(pick.header is not None, f"{protocol.DESTINATION} is not set")
     expect(pick.metadata == pick.header, f"metadata says {pick.metadata}, the header {pick.header}")
     expect(pick.response.clear_route_cache, "clear_route_cache is not set")
 

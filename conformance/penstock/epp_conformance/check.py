@@ -5,7 +5,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from inspect import cleandoc
 
-from penstock.gateway.conformance.bench import Bench
+from penstock.epp_conformance.bench import Bench
 
 # Where a rule comes from.
 PROTOCOL = "GAIE proposal 004, endpoint picker protocol"

@@ -6,11 +6,11 @@ from typing import Any
 import grpc
 from grpc.aio import EOF  # pyright: ignore[reportAttributeAccessIssue] - generated at import
 
-from penstock.gateway._pb.envoy.extensions.filters.http.ext_proc.v3.processing_mode_pb2 import ProcessingMode
-from penstock.gateway._pb.envoy.service.ext_proc.v3.external_processor_pb2 import HttpHeaders, ProcessingRequest
-from penstock.gateway.conformance.bench import Bench
-from penstock.gateway.conformance.check import EXT_PROC, GRPC, MODES, PRACTICE, Group, Level, check
-from penstock.gateway.conformance.verdict import Failed, expect
+from penstock.epp_conformance._pb.envoy.extensions.filters.http.ext_proc.v3.processing_mode_pb2 import ProcessingMode
+from penstock.epp_conformance._pb.envoy.service.ext_proc.v3.external_processor_pb2 import HttpHeaders, ProcessingRequest
+from penstock.epp_conformance.bench import Bench
+from penstock.epp_conformance.check import EXT_PROC, GRPC, MODES, PRACTICE, Group, Level, check
+from penstock.epp_conformance.verdict import Failed, expect
 
 AT_ONCE = 100
 

@@ -5,13 +5,13 @@ from dataclasses import dataclass, field
 
 import orjson
 
-from penstock.api import headers
-from penstock.gateway._pb.envoy.service.ext_proc.v3.external_processor_pb2 import (
+from penstock.epp_conformance import protocol
+from penstock.epp_conformance._pb.envoy.service.ext_proc.v3.external_processor_pb2 import (
     CommonResponse,
     ImmediateResponse,
     ProcessingResponse,
 )
-from penstock.gateway.conformance.verdict import Failed
+from penstock.epp_conformance.verdict import Failed
 
 
 @dataclass
@@ -108,10 +108,10 @@ class Pick:
     def __init__(self, message: ProcessingResponse, response: CommonResponse) -> None:
         self.message = message
         self.response = response
-        sets = [o for o in response.header_mutation.set_headers if o.header.key.lower() == headers.DESTINATION]
+        sets = [o for o in response.header_mutation.set_headers if o.header.key.lower() == protocol.DESTINATION]
         self.header = (sets[0].header.raw_value.decode("latin-1") or sets[0].header.value) if sets else None
-        namespace = message.dynamic_metadata.fields.get(headers.METADATA_NAMESPACE)
-        found = namespace.struct_value.fields.get(headers.DESTINATION) if namespace is not None else None
+        namespace = message.dynamic_metadata.fields.get(protocol.METADATA_NAMESPACE)
+        found = namespace.struct_value.fields.get(protocol.DESTINATION) if namespace is not None else None
         self.metadata = found.string_value if found is not None else None
 
     @property

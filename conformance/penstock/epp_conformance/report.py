@@ -9,9 +9,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from penstock.gateway.conformance.check import Group, Level
-from penstock.gateway.conformance.runner import Outcome, Result
-from penstock.gateway.conformance.target import Target
+from penstock.epp_conformance.check import Group, Level
+from penstock.epp_conformance.runner import Outcome, Result
+from penstock.epp_conformance.target import Target
 
 _COLOURS = {Outcome.PASS: "green", Outcome.FAIL: "red", Outcome.NOT_APPLICABLE: "yellow"}
 

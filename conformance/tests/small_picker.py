@@ -12,11 +12,11 @@ from grpc_health.v1._async import HealthServicer
 from grpc_health.v1.health_pb2 import HealthCheckResponse
 from grpc_health.v1.health_pb2_grpc import add_HealthServicer_to_server
 
-from penstock.api import headers
-from penstock.gateway._pb.envoy.config.core.v3.base_pb2 import HeaderValue, HeaderValueOption
-from penstock.gateway._pb.envoy.extensions.filters.http.ext_proc.v3.processing_mode_pb2 import ProcessingMode
-from penstock.gateway._pb.envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingRequest, ProcessingResponse
-from penstock.gateway._pb.envoy.service.ext_proc.v3.external_processor_pb2_grpc import (
+from penstock.epp_conformance import protocol
+from penstock.epp_conformance._pb.envoy.config.core.v3.base_pb2 import HeaderValue, HeaderValueOption
+from penstock.epp_conformance._pb.envoy.extensions.filters.http.ext_proc.v3.processing_mode_pb2 import ProcessingMode
+from penstock.epp_conformance._pb.envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingRequest, ProcessingResponse
+from penstock.epp_conformance._pb.envoy.service.ext_proc.v3.external_processor_pb2_grpc import (
     ExternalProcessorServicer,
     add_ExternalProcessorServicer_to_server,
 )
@@ -161,14 +161,14 @@ class SmallPicker(ExternalProcessorServicer):
     # --- the pick ---
 
     def _read_hint(self, request: Request, message: ProcessingRequest) -> None:
-        fields = message.metadata_context.filter_metadata.get(headers.SUBSET_NAMESPACE)
-        if fields is None or headers.SUBSET not in fields.fields:
+        fields = message.metadata_context.filter_metadata.get(protocol.SUBSET_NAMESPACE)
+        if fields is None or protocol.SUBSET not in fields.fields:
             return
         if self._fault == "reads_hints_on_headers_alone" and message.WhichOneof("request") != "request_headers":
             return
         if self._fault == "reads_hints_on_bodies_alone" and message.WhichOneof("request") != "request_body":
             return
-        value = fields.fields[headers.SUBSET]
+        value = fields.fields[protocol.SUBSET]
         items = value.list_value.values if value.WhichOneof("kind") == "list_value" else [value]
         if value.WhichOneof("kind") == "string_value" and self._fault == "takes_string_hints_for_none":
             return
@@ -191,13 +191,13 @@ class SmallPicker(ExternalProcessorServicer):
         allowed, fault = list(dict.fromkeys(self._allowed(request))), self._fault
         if not allowed:
             raise Refusal(503, "nobody is ready")
-        if fault == "believes_clients" and headers.DESTINATION in request.headers:
-            allowed = [request.headers[headers.DESTINATION]]
+        if fault == "believes_clients" and protocol.DESTINATION in request.headers:
+            allowed = [request.headers[protocol.DESTINATION]]
         destination = "r0:8000" if fault == "names_pods" else ",".join(allowed)
         answer = ProcessingResponse()
         common = answer.request_headers.response
         common.clear_route_cache = fault != "keeps_the_route"
-        sets = {headers.DESTINATION: destination}
+        sets = {protocol.DESTINATION: destination}
         if fault == "copies_headers":
             sets = {name: value for name, value in request.headers.items() if name[0] != ":"} | sets
         if fault == "touches_the_host":
@@ -209,14 +209,14 @@ class SmallPicker(ExternalProcessorServicer):
                 option.append_action = HeaderValueOption.APPEND_IF_EXISTS_OR_ADD
             if fault == "says_values_twice":
                 option.header.value = value
-        removed = () if fault == "passes_forged_headers" else (headers.SUBSET, headers.DESTINATION_SERVED)
+        removed = () if fault == "passes_forged_headers" else (protocol.SUBSET, protocol.DESTINATION_SERVED)
         common.header_mutation.remove_headers.extend(removed)
         if fault == "removes_what_it_sets":
-            common.header_mutation.remove_headers.append(headers.DESTINATION)
+            common.header_mutation.remove_headers.append(protocol.DESTINATION)
         if fault != "no_metadata":
             said = "10.9.9.9:1" if fault == "other_metadata" else destination
-            namespace = answer.dynamic_metadata.fields[headers.METADATA_NAMESPACE].struct_value
-            namespace.fields[headers.DESTINATION].string_value = said
+            namespace = answer.dynamic_metadata.fields[protocol.METADATA_NAMESPACE].struct_value
+            namespace.fields[protocol.DESTINATION].string_value = said
         if fault == "no_header":
             del common.header_mutation.set_headers[:]
         return answer

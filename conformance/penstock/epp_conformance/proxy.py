@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from penstock.api import headers
+from penstock.epp_conformance import protocol
 
 _TYPES = "type.googleapis.com/envoy.extensions"
 _HTTP = f"{_TYPES}.upstreams.http.v3.HttpProtocolOptions"
@@ -92,8 +92,8 @@ def _ext_proc(name: str, timeout_s: float) -> dict[str, Any]:
         allow_mode_override=name == "buffered-response",
         message_timeout=f"{timeout_s:g}s",
         metadata_options={
-            "forwarding_namespaces": {"untyped": [headers.SUBSET_NAMESPACE]},
-            "receiving_namespaces": {"untyped": [headers.METADATA_NAMESPACE]},
+            "forwarding_namespaces": {"untyped": [protocol.SUBSET_NAMESPACE]},
+            "receiving_namespaces": {"untyped": [protocol.METADATA_NAMESPACE]},
         },
         response_attributes=["upstream.address"],
     )
@@ -101,7 +101,7 @@ def _ext_proc(name: str, timeout_s: float) -> dict[str, Any]:
 
 def _hint(endpoints: Sequence[str]) -> dict[str, Any]:
     """A filter that states a subset, as gateways do."""
-    value = {"metadata_namespace": headers.SUBSET_NAMESPACE, "value": {headers.SUBSET: list(endpoints)}}
+    value = {"metadata_namespace": protocol.SUBSET_NAMESPACE, "value": {protocol.SUBSET: list(endpoints)}}
     return _typed("set_metadata", "filters.http.set_metadata.v3.Config", metadata=[value])
 
 
@@ -124,9 +124,9 @@ def _pool(endpoints: Sequence[str]) -> dict[str, Any]:
     """Return a cluster that sends requests only to the picker's endpoints, in its order. Without one it uses round robin, which
     the checks
     notice."""
-    key = {"key": headers.METADATA_NAMESPACE, "path": [{"key": headers.DESTINATION}]}
+    key = {"key": protocol.METADATA_NAMESPACE, "path": [{"key": protocol.DESTINATION}]}
     override = {
-        "override_host_sources": [{"header": headers.DESTINATION}, {"metadata": key}],
+        "override_host_sources": [{"header": protocol.DESTINATION}, {"metadata": key}],
         "fallback_policy": _policy("round_robin", "RoundRobin"),
     }
     addresses = [(host.strip("[]"), int(port)) for host, _, port in (endpoint.rpartition(":") for endpoint in endpoints)]
@@ -145,7 +145,7 @@ def _original_dst() -> dict[str, Any]:
         "type": "ORIGINAL_DST",
         "lb_policy": "CLUSTER_PROVIDED",
         "connect_timeout": "1s",
-        "original_dst_lb_config": {"use_http_header": True, "http_header_name": headers.DESTINATION},
+        "original_dst_lb_config": {"use_http_header": True, "http_header_name": protocol.DESTINATION},
     }
 
 

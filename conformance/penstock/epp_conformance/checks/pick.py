@@ -1,11 +1,11 @@
 """The pick: what the answer says, and what it leaves alone."""
 
-from penstock.api import headers
-from penstock.gateway._pb.envoy.config.core.v3.base_pb2 import HeaderValueOption
-from penstock.gateway.conformance.bench import Bench
-from penstock.gateway.conformance.check import EXT_PROC, MUTATIONS, PRACTICE, PROTOCOL, Group, Level, check
-from penstock.gateway.conformance.outcome import Outcome, is_endpoint
-from penstock.gateway.conformance.verdict import expect
+from penstock.epp_conformance import protocol
+from penstock.epp_conformance._pb.envoy.config.core.v3.base_pb2 import HeaderValueOption
+from penstock.epp_conformance.bench import Bench
+from penstock.epp_conformance.check import EXT_PROC, MUTATIONS, PRACTICE, PROTOCOL, Group, Level, check
+from penstock.epp_conformance.outcome import Outcome, is_endpoint
+from penstock.epp_conformance.verdict import expect
 
 OVERWRITE = HeaderValueOption.OVERWRITE_IF_EXISTS_OR_ADD
 _MANY = 100
@@ -15,14 +15,14 @@ _MANY = 100
 @check("pick-header", Level.MUST, PROTOCOL)
 async def header(bench: Bench) -> None:
     """The destination is set as request header `x-gateway-destination-endpoint`."""
-    expect((await bench.ask()).picked().header, f"{headers.DESTINATION} is not set")
+    expect((await bench.ask()).picked().header, f"{protocol.DESTINATION} is not set")
 
 
 @check("pick-metadata", Level.MUST, PROTOCOL)
 async def metadata(bench: Bench) -> None:
     """The destination is set as dynamic metadata under `envoy.lb`, with the same value as the header."""
     pick = (await bench.ask()).picked()
-    expect(pick.metadata is not None, f"envoy.lb has no {headers.DESTINATION}")
+    expect(pick.metadata is not None, f"envoy.lb has no {protocol.DESTINATION}")
     expect(pick.header in (None, pick.metadata), f"metadata says {pick.metadata}, the header {pick.header}")
 
 
@@ -134,9 +134,9 @@ def _forged(name: str) -> list[tuple[str, str]]:
 async def forged_destination(bench: Bench) -> None:
     """A destination that the client sends is replaced, not appended to, however often it sends one."""
     known = set(bench.endpoints(1))
-    pick = (await bench.ask(more=_forged(headers.DESTINATION))).picked()
+    pick = (await bench.ask(more=_forged(protocol.DESTINATION))).picked()
     expect(set(pick.destinations) <= known, f"sent on to {pick.value}")
-    options = [o for o in pick.response.header_mutation.set_headers if o.header.key.lower() == headers.DESTINATION]
+    options = [o for o in pick.response.header_mutation.set_headers if o.header.key.lower() == protocol.DESTINATION]
     appended = len(options) != 1 or options[0].append.value or options[0].append_action == HeaderValueOption.ADD_IF_ABSENT
     expect(not appended, "the header is added to, and a forged value stays")
 
@@ -144,23 +144,23 @@ async def forged_destination(bench: Bench) -> None:
 @check("forged-subset", Level.MUST, PROTOCOL)
 async def forged_subset(bench: Bench) -> None:
     """The subset is metadata of the gateway's: a header of that name says nothing."""
-    (await bench.ask(more=_forged(headers.SUBSET))).picked()
+    (await bench.ask(more=_forged(protocol.SUBSET))).picked()
 
 
 @check("forged-removed", Level.SHOULD, PRACTICE)
 async def forged_removed(bench: Bench) -> None:
     """Control headers of a client's (subset, served endpoint) are removed, and reach no model server."""
-    forged = [*_forged(headers.SUBSET), *_forged(headers.DESTINATION_SERVED)]
+    forged = [*_forged(protocol.SUBSET), *_forged(protocol.DESTINATION_SERVED)]
     mutation = (await bench.ask(more=forged)).picked().response.header_mutation
     touched = {name.lower() for name in mutation.remove_headers} | {option.header.key.lower() for option in mutation.set_headers}
-    left = {headers.SUBSET, headers.DESTINATION_SERVED} - touched
+    left = {protocol.SUBSET, protocol.DESTINATION_SERVED} - touched
     expect(not left, f"goes on to the model server: {sorted(left)}")
 
 
 @check("set-or-removed", Level.MUST, MUTATIONS)
 async def set_or_removed(bench: Bench) -> None:
     """No header is both set and removed in one answer: proxies differ in which one applies."""
-    outcome: Outcome = await bench.ask(more=_forged(headers.DESTINATION))
+    outcome: Outcome = await bench.ask(more=_forged(protocol.DESTINATION))
     mutation = outcome.picked().response.header_mutation
     both = {o.header.key.lower() for o in mutation.set_headers} & {name.lower() for name in mutation.remove_headers}
     expect(not both, f"set and removed: {sorted(both)}")

@@ -3,11 +3,11 @@
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from penstock.gateway._pb.envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingResponse
-from penstock.gateway.conformance.bench import Bench
-from penstock.gateway.conformance.check import EXT_PROC, MODES, PRACTICE, PROTOCOL, Group, Level, check
-from penstock.gateway.conformance.conversation import BUFFERED, DUPLEX, NONE, STREAMED, Conversation
-from penstock.gateway.conformance.verdict import Failed, NotApplicable, expect
+from penstock.epp_conformance._pb.envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingResponse
+from penstock.epp_conformance.bench import Bench
+from penstock.epp_conformance.check import EXT_PROC, MODES, PRACTICE, PROTOCOL, Group, Level, check
+from penstock.epp_conformance.conversation import BUFFERED, DUPLEX, NONE, STREAMED, Conversation
+from penstock.epp_conformance.verdict import Failed, NotApplicable, expect
 
 EVENTS = [b'data: {"n": %d}\n\n' % number for number in range(5)]
 SSE = ("content-type", "text/event-stream")

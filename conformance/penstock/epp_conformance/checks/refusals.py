@@ -1,12 +1,12 @@
 """Refusals: what the client sees when a request goes nowhere."""
 
-from penstock.gateway._pb.envoy.service.ext_proc.v3.external_processor_pb2 import ImmediateResponse
-from penstock.gateway.conformance.bench import Bench
-from penstock.gateway.conformance.check import EXT_PROC, OPENAI, PRACTICE, PROTOCOL, Group, Level, check
-from penstock.gateway.conformance.checks.subset import NOBODY
-from penstock.gateway.conformance.conversation import Hint
-from penstock.gateway.conformance.outcome import Outcome, error_object, sets_of
-from penstock.gateway.conformance.verdict import Failed, NotApplicable, expect
+from penstock.epp_conformance._pb.envoy.service.ext_proc.v3.external_processor_pb2 import ImmediateResponse
+from penstock.epp_conformance.bench import Bench
+from penstock.epp_conformance.check import EXT_PROC, OPENAI, PRACTICE, PROTOCOL, Group, Level, check
+from penstock.epp_conformance.checks.subset import NOBODY
+from penstock.epp_conformance.conversation import Hint
+from penstock.epp_conformance.outcome import Outcome, error_object, sets_of
+from penstock.epp_conformance.verdict import Failed, NotApplicable, expect
 
 
 async def _refusal(bench: Bench, body: bytes | None = None, hint: Hint = ...) -> tuple[Outcome, ImmediateResponse]:

@@ -5,12 +5,12 @@ from collections.abc import Sequence
 import pytest
 from small_picker import MODEL, serving
 
-from penstock.gateway.conformance.bench import Bench
-from penstock.gateway.conformance.check import Level
-from penstock.gateway.conformance.rig import Rig
-from penstock.gateway.conformance.runner import Outcome, Result, run, selected
-from penstock.gateway.conformance.suite import GROUPS
-from penstock.gateway.conformance.target import Target
+from penstock.epp_conformance.bench import Bench
+from penstock.epp_conformance.check import Level
+from penstock.epp_conformance.rig import Rig
+from penstock.epp_conformance.runner import Outcome, Result, run, selected
+from penstock.epp_conformance.suite import GROUPS
+from penstock.epp_conformance.target import Target
 from testing.ports import free_ports
 
 pytestmark = pytest.mark.slow

@@ -1,8 +1,8 @@
 """Subset hints: the gateway says which endpoints are allowed. A hint that allows nobody allows nobody."""
 
-from penstock.gateway.conformance.bench import Bench
-from penstock.gateway.conformance.check import PRACTICE, PROTOCOL, Group, Level, check
-from penstock.gateway.conformance.verdict import NotApplicable, expect
+from penstock.epp_conformance.bench import Bench
+from penstock.epp_conformance.check import PRACTICE, PROTOCOL, Group, Level, check
+from penstock.epp_conformance.verdict import NotApplicable, expect
 
 NOBODY = "192.0.2.1:9"
 """An address for documentation, RFC 5737: no replica has it."""

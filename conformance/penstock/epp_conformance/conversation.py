@@ -9,9 +9,9 @@ import grpc
 from google.protobuf.struct_pb2 import Value
 from grpc.aio import EOF  # pyright: ignore[reportAttributeAccessIssue] - generated at import
 
-from penstock.api import headers
-from penstock.gateway._pb.envoy.extensions.filters.http.ext_proc.v3.processing_mode_pb2 import ProcessingMode
-from penstock.gateway._pb.envoy.service.ext_proc.v3.external_processor_pb2 import (
+from penstock.epp_conformance import protocol
+from penstock.epp_conformance._pb.envoy.extensions.filters.http.ext_proc.v3.processing_mode_pb2 import ProcessingMode
+from penstock.epp_conformance._pb.envoy.service.ext_proc.v3.external_processor_pb2 import (
     HttpBody,
     HttpHeaders,
     HttpTrailers,
@@ -19,10 +19,10 @@ from penstock.gateway._pb.envoy.service.ext_proc.v3.external_processor_pb2 impor
     ProcessingResponse,
     ProtocolConfiguration,
 )
-from penstock.gateway._pb.envoy.service.ext_proc.v3.external_processor_pb2_grpc import ExternalProcessorStub
-from penstock.gateway.conformance.outcome import Outcome
-from penstock.gateway.conformance.target import Target
-from penstock.gateway.conformance.verdict import Failed
+from penstock.epp_conformance._pb.envoy.service.ext_proc.v3.external_processor_pb2_grpc import ExternalProcessorStub
+from penstock.epp_conformance.outcome import Outcome
+from penstock.epp_conformance.target import Target
+from penstock.epp_conformance.verdict import Failed
 
 NONE, STREAMED, BUFFERED = ProcessingMode.NONE, ProcessingMode.STREAMED, ProcessingMode.BUFFERED
 PARTIAL, DUPLEX = ProcessingMode.BUFFERED_PARTIAL, ProcessingMode.FULL_DUPLEX_STREAMED
@@ -132,8 +132,8 @@ class Conversation:
         message = ProcessingRequest(response_headers=HttpHeaders(end_of_stream=ends))
         _fill(message.response_headers, [(":status", str(status)), *more])
         if served:
-            namespace = message.metadata_context.filter_metadata[headers.METADATA_NAMESPACE]
-            namespace.update({headers.DESTINATION_SERVED: served})
+            namespace = message.metadata_context.filter_metadata[protocol.METADATA_NAMESPACE]
+            namespace.update({protocol.DESTINATION_SERVED: served})
             message.attributes["envoy.filters.http.ext_proc"].update({"upstream.address": served})
         await self.send(message)
 
@@ -208,8 +208,8 @@ def add_hint(message: ProcessingRequest, hint: Hint) -> None:
     """Puts a subset hint where gateways put it; none for the ellipsis."""
     if hint is ...:
         return
-    fields = message.metadata_context.filter_metadata[headers.SUBSET_NAMESPACE].fields
-    fields[headers.SUBSET].CopyFrom(_value(hint))
+    fields = message.metadata_context.filter_metadata[protocol.SUBSET_NAMESPACE].fields
+    fields[protocol.SUBSET].CopyFrom(_value(hint))
 
 
 def _value(hint: Hint) -> Value:

@@ -12,10 +12,10 @@ from typing import Any
 
 import aiohttp
 
-from penstock.gateway.conformance.backends import Backend, Steps, json_digest
-from penstock.gateway.conformance.proxy import LISTENERS, bootstrap
-from penstock.gateway.conformance.target import Target
-from penstock.gateway.conformance.verdict import Failed, NotApplicable
+from penstock.epp_conformance.backends import Backend, Steps, json_digest
+from penstock.epp_conformance.proxy import LISTENERS, bootstrap
+from penstock.epp_conformance.target import Target
+from penstock.epp_conformance.verdict import Failed, NotApplicable
 
 START_LIMIT_S = 30.0
 

@@ -5,13 +5,13 @@ import asyncio
 import aiohttp
 import orjson
 
-from penstock.api import headers
-from penstock.gateway.conformance.backends import EVENTS
-from penstock.gateway.conformance.bench import Bench
-from penstock.gateway.conformance.check import EXT_PROC, HTTP2, MODES, PRACTICE, PROTOCOL, Group, Level, check
-from penstock.gateway.conformance.outcome import error_object
-from penstock.gateway.conformance.rig import Reply, Rig
-from penstock.gateway.conformance.verdict import Failed, NotApplicable, expect
+from penstock.epp_conformance import protocol
+from penstock.epp_conformance.backends import EVENTS
+from penstock.epp_conformance.bench import Bench
+from penstock.epp_conformance.check import EXT_PROC, HTTP2, MODES, PRACTICE, PROTOCOL, Group, Level, check
+from penstock.epp_conformance.outcome import error_object
+from penstock.epp_conformance.rig import Reply, Rig
+from penstock.epp_conformance.verdict import Failed, NotApplicable, expect
 
 
 async def _rig(bench: Bench) -> Rig:
@@ -22,8 +22,8 @@ async def _rig(bench: Bench) -> Rig:
 
 def _followed(reply: Reply) -> str:
     """Return the endpoint that answered. Raises `Failed` if the picker named another one first, or none."""
-    named = reply.values(headers.DESTINATION)
-    expect(len(named) == 1, f"the backend sees {headers.DESTINATION} {len(named)} times: {named}")
+    named = reply.values(protocol.DESTINATION)
+    expect(len(named) == 1, f"the backend sees {protocol.DESTINATION} {len(named)} times: {named}")
     first = named[0].split(",")[0].strip()
     expect(reply.endpoint == first, f"{first} was picked, and {reply.endpoint} answered")
     return reply.endpoint
@@ -79,7 +79,7 @@ async def forged(bench: Bench) -> None:
     """A destination that the client sends, once or twice, reaches neither the route nor the model server."""
     rig = await _rig(bench)
     for listener in ("duplex", "original-dst"):
-        reply = await rig.ask(listener, more=[(headers.DESTINATION, "127.0.0.1:9"), (headers.DESTINATION, "127.0.0.2:9")])
+        reply = await rig.ask(listener, more=[(protocol.DESTINATION, "127.0.0.1:9"), (protocol.DESTINATION, "127.0.0.2:9")])
         if listener == "original-dst" and reply.status == 503 and len(bench.target.endpoints) > 1:
             continue  # a list, which ORIGINAL_DST cannot take; that check says so
         expect(_followed(reply) in bench.target.endpoints, f"{reply.endpoint} answered")

@@ -1,34 +1,35 @@
-"""`penstock epp-conformance`: judges any endpoint picker by the protocol that it speaks."""
+"""`penstock-epp-conformance`: judges any endpoint picker by the protocol that it speaks."""
 
 import argparse
 import asyncio
 import contextlib
 import json
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from rich.console import Console
 
-from penstock.flag_values import above_zero, positive
-from penstock.gateway.conformance import report
-from penstock.gateway.conformance.bench import Bench
-from penstock.gateway.conformance.check import Group
-from penstock.gateway.conformance.outcome import is_endpoint
-from penstock.gateway.conformance.rig import Rig
-from penstock.gateway.conformance.runner import Result, run, selected
-from penstock.gateway.conformance.suite import GROUPS, OWN
-from penstock.gateway.conformance.target import Target
-from penstock.gateway.envoy import host_port
+from penstock.epp_conformance import report
+from penstock.epp_conformance.bench import Bench
+from penstock.epp_conformance.check import Group
+from penstock.epp_conformance.outcome import is_endpoint
+from penstock.epp_conformance.rig import Rig
+from penstock.epp_conformance.runner import Result, run, selected
+from penstock.epp_conformance.suite import GROUPS
+from penstock.epp_conformance.target import Target
 
+PROGRAM = "penstock-epp-conformance"
 WIDTH = 130
 
 
-def main(argv: Sequence[str]) -> int:
-    """Runs the suite; 0: every MUST is kept, 1: not so, 2: it could not be run."""
+def main(argv: Sequence[str], more: Sequence[Group] = ()) -> int:
+    """Runs the suite, and after it `more` of a project's own checks; 0: every MUST is kept, 1: not so, 2: it could not be run."""
     parser = _parser()
     options = parser.parse_args(argv)
-    groups = (*GROUPS, *OWN) if options.penstock else GROUPS
+    groups = (*GROUPS, *more)
     try:
         checks = selected(groups, options.only, options.skip)
     except ValueError as error:
@@ -41,11 +42,15 @@ def main(argv: Sequence[str]) -> int:
     for name in ("target", "model", "endpoint"):
         if not getattr(options, name):
             parser.error(f"--{name} is needed")
+    if options.at_once < 1:
+        parser.error(f"--at-once: {options.at_once} is not at least 1")
+    if not 0 < options.timeout < math.inf:
+        parser.error(f"--timeout: {options.timeout:g} is not above 0 and finite")
     target = _target(options)
     try:
         results = asyncio.run(_run(target, checks, options.at_once))
     except OSError as error:
-        sys.stderr.write(f"penstock epp-conformance: {error}\n")
+        sys.stderr.write(f"{PROGRAM}: {error}\n")
         return 2
     report.show(Console(width=None if sys.stdout.isatty() else WIDTH), groups, results)
     if options.json is not None:
@@ -82,7 +87,7 @@ def _target(options: argparse.Namespace) -> Target:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="penstock epp-conformance",
+        prog=PROGRAM,
         description="Judge an endpoint picker by the endpoint-picker protocol and by what Envoy's ext_proc filter takes.",
     )
     add = parser.add_argument
@@ -94,23 +99,23 @@ def _parser() -> argparse.ArgumentParser:
     add("--path", default="/v1/completions", help="what is asked for (default: %(default)s)")
     add("--tls", action="store_true", help="the ext_proc port speaks TLS; as gateways do, its certificate is not verified")
     add("--tls-ca", type=Path, metavar="FILE", help="PEM: the CA of the picker's certificate, unless that is self-signed")
-    add("--timeout", type=above_zero, default=5.0, metavar="S", help="for one answer (default: %(default)s)")
-    add("--at-once", type=positive, default=1, metavar="N", help="checks to make beside each other (default: %(default)s)")
+    add("--timeout", type=float, default=5.0, metavar="S", help="for one answer (default: %(default)s)")
+    add("--at-once", type=int, default=1, metavar="N", help="checks to make beside each other (default: %(default)s)")
     add("--only", action="append", default=[], metavar="PATTERN", help="checks or groups, as shell patterns; repeat")
     add("--skip", action="append", default=[], metavar="PATTERN", help="the same, left out")
     add("--strict", action="store_true", help="a SHOULD that fails counts like a MUST")
-    add("--penstock", action="store_true", help="also Penstock's own extensions")
-    add("--envoy", metavar="FILE", help="Envoy's binary (default: the one installed with Penstock)")
+    add("--envoy", metavar="FILE", help="Envoy's binary (default: the one installed with the suite)")
     add("--json", type=Path, metavar="FILE", help="write the results here too")
     add("--list", action="store_true", help="list the checks and end")
     return parser
 
 
 def _address(text: str) -> tuple[str, int]:
-    try:
-        return host_port(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+    with contextlib.suppress(ValueError):  # a port that is none
+        url = urlsplit(f"//{text}")
+        if url.netloc == text and url.hostname and url.port and url.username is None:
+            return url.hostname, url.port
+    raise argparse.ArgumentTypeError(f"{text!r} is not HOST:PORT (IPv6 in brackets)")
 
 
 def _endpoint(text: str) -> str:

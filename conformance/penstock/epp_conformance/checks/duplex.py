@@ -2,9 +2,9 @@
 
 import orjson
 
-from penstock.gateway.conformance.bench import Bench
-from penstock.gateway.conformance.check import EXT_PROC, MODES, PROTOCOL, Group, Level, check
-from penstock.gateway.conformance.verdict import Failed, NotApplicable, expect
+from penstock.epp_conformance.bench import Bench
+from penstock.epp_conformance.check import EXT_PROC, MODES, PROTOCOL, Group, Level, check
+from penstock.epp_conformance.verdict import Failed, NotApplicable, expect
 
 MAX_CHUNK = 64 * 1024
 MEGABYTE = 1_000_000

@@ -9,9 +9,9 @@ from fnmatch import fnmatchcase
 
 import grpc
 
-from penstock.gateway.conformance.bench import Bench
-from penstock.gateway.conformance.check import Check, Group
-from penstock.gateway.conformance.verdict import Failed, NotApplicable
+from penstock.epp_conformance.bench import Bench
+from penstock.epp_conformance.check import Check, Group
+from penstock.epp_conformance.verdict import Failed, NotApplicable
 
 CHECK_LIMIT_S = 60.0
 """Beyond the limits of single answers: a check that takes this long has failed."""

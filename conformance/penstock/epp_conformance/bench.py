@@ -6,11 +6,11 @@ from typing import Any
 
 import grpc
 
-from penstock.gateway.conformance.conversation import Conversation, Hint
-from penstock.gateway.conformance.outcome import Outcome
-from penstock.gateway.conformance.rig import Rig
-from penstock.gateway.conformance.target import Target
-from penstock.gateway.conformance.verdict import NotApplicable
+from penstock.epp_conformance.conversation import Conversation, Hint
+from penstock.epp_conformance.outcome import Outcome
+from penstock.epp_conformance.rig import Rig
+from penstock.epp_conformance.target import Target
+from penstock.epp_conformance.verdict import NotApplicable
 
 PROCESS = "/envoy.service.ext_proc.v3.ExternalProcessor/Process"
 

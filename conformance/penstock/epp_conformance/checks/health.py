@@ -6,9 +6,9 @@ import grpc
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from grpc_health.v1.health_pb2_grpc import HealthStub  # its methods are made when it is
 
-from penstock.gateway.conformance.bench import Bench
-from penstock.gateway.conformance.check import HEALTH, PRACTICE, Check, Group, Level, check
-from penstock.gateway.conformance.verdict import Failed, expect
+from penstock.epp_conformance.bench import Bench
+from penstock.epp_conformance.check import HEALTH, PRACTICE, Check, Group, Level, check
+from penstock.epp_conformance.verdict import Failed, expect
 
 SERVICE = "envoy.service.ext_proc.v3.ExternalProcessor"
 

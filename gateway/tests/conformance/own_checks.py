@@ -1,14 +1,14 @@
-"""Penstock's extensions, checked only with `--penstock`."""
+"""Penstock's extensions of the protocol, as checks beside the suite's: `make conformance` runs both."""
 
 import orjson
 
 from penstock.api import headers
-from penstock.gateway.conformance.bench import Bench
-from penstock.gateway.conformance.check import Group, Level, check
-from penstock.gateway.conformance.checks.envoy import events_pass
-from penstock.gateway.conformance.conversation import BUFFERED, NONE
-from penstock.gateway.conformance.outcome import Outcome, error_object, sets_of
-from penstock.gateway.conformance.verdict import expect
+from penstock.epp_conformance.bench import Bench
+from penstock.epp_conformance.check import Group, Level, check
+from penstock.epp_conformance.checks.envoy import events_pass
+from penstock.epp_conformance.conversation import BUFFERED, NONE
+from penstock.epp_conformance.outcome import Outcome, error_object, sets_of
+from penstock.epp_conformance.verdict import expect
 
 PENSTOCK = "docs/gateway/picker.md"
 
@@ -136,3 +136,5 @@ GROUP = Group(
 )
 
 THROUGH_ENVOY = Group("penstock-envoy", "Penstock's own extensions, through Envoy", (buffered_responses,), alone=True)
+
+OWN: tuple[Group, ...] = (GROUP, THROUGH_ENVOY)
