@@ -17,7 +17,20 @@ from rich.table import Table
 
 HERE = Path(__file__).parent
 REPOSITORY = HERE.parent.parent
-COMPONENTS = ("common", "engine", "kernels", "gateway", "operator", "client", "sim", "e2e", "examples", "monitoring", "testing")
+COMPONENTS = (
+    "common",
+    "engine",
+    "kernels",
+    "gateway",
+    "operator",
+    "client",
+    "sim",
+    "conformance",
+    "e2e",
+    "examples",
+    "monitoring",
+    "testing",
+)
 ROW = re.compile(r"^\| ([A-Z]+-\d+)\*? \|.*\| (.*) \|$")
 
 
