@@ -174,7 +174,7 @@ def test_no_tokens_have_no_experts(ops_in):
 
 PACKED = {
     "int8": ("int8", None, None),
-    "int4-groups": ("int4", 14, None),
+    "int4-groups": ("int4", 16, None),
     "e4m3-rounded": ("e4m3", 14, Rounding("float8", True, 14)),
     "e2m1": ("e2m1", 14, None),
     "int8-fixed": ("int8", None, Rounding("int8", False)),

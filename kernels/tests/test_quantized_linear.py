@@ -51,7 +51,7 @@ def made(weight: torch.Tensor, scheme) -> tuple[QuantizedWeight, torch.Tensor]:
     number, group, scale_dtype = scheme
     inputs = weight.shape[1]
     values, scales = quantize(weight, number, group or inputs, scale_dtype)
-    packed = pack_quantized(pair_up(values, number), scales, None, number, group or inputs + inputs % 2, inputs)
+    packed = pack_quantized(pair_up(values, number), scales, None, number, group or inputs, inputs)
     wide = values.view(torch.float8_e4m3fn).double() if number == "e4m3" else values.double()
     return packed, wide * scales.double().repeat_interleave(group or inputs, 1)[:, :inputs]
 
@@ -232,3 +232,8 @@ def test_every_code_is_read_exactly(ops_in, dtype, number):
     values = codes.view(torch.float8_e4m3fn).float() if number == "e4m3" else E2M1[(codes & 15).long()]
     out = ops_in(dtype).quantized_linear(torch.eye(16, dtype=dtype), packed, None)
     assert torch.equal(out.float().T, values)
+
+
+def test_a_group_that_ends_within_a_step_is_refused():
+    with pytest.raises(ValueError, match="groups of 20 inputs are no whole steps of 8"):
+        pack_quantized(pair_up(torch.zeros(16, 40, dtype=torch.int8), "int4"), torch.ones(16, 2), None, "int4", 20, 40)

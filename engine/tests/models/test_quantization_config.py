@@ -83,7 +83,7 @@ def test_schemes(raw, expected):
         ({"bits": 4}, r"quant_method is None"),
         (AWQ | {"bits": 3}, r"quantization_config.bits is 3 \(supported: 4\)"),
         (AWQ | {"version": "gemv"}, r"version is 'gemv'"),
-        (AWQ | {"group_size": 33}, r"group_size is 33 \(supported: -1 and even numbers, such as 128\)"),
+        (AWQ | {"group_size": 36}, r"group_size is 36 \(supported: -1 and multiples of 8, such as 128\)"),
         (GPTQ | {"bits": 2}, r"bits is 2 \(supported: 4, 8\)"),
         (GPTQ | {"desc_act": True}, r"desc_act is true: .*act-order"),
         (GPTQ | {"checkpoint_format": "marlin"}, r"checkpoint_format is 'marlin' \(supported: gptq, gptq_v2\)"),

@@ -42,7 +42,7 @@ class PackedWeight:
         self.device = device
         self._layer, self._linear = layer, ops.quantized_linear
         self._number: Number = number
-        self._group = group or layer.in_features + layer.in_features % 2
+        self._group = group or layer.in_features
         self._own_dtype, self._has_zeros = scale_dtype, zeros
         self.bias = torch.empty(layer.out_features, dtype=layer.dtype, device=device) if layer.bias else None
         self._rounding, self._round = rounding, ops.rounded_inputs

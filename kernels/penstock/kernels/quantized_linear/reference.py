@@ -7,6 +7,8 @@ import torch.nn.functional as F
 
 LANES = 16
 """Outputs that stand side by side in a packed weight."""
+STEP = 8
+"""Inputs of a step, which kernels read together."""
 
 Number = Literal["int8", "int4", "e4m3", "e2m1"]
 """What a weight's numbers are: signed whole numbers, or floating-point numbers of OCP's formats E4M3 (FP8) and E2M1 (MXFP4)."""
@@ -28,9 +30,10 @@ class QuantizedWeight(NamedTuple):
     """A weight [out, in]: each number, less its group's zero point, times its group's scale."""
 
     values: torch.Tensor
-    """[⌈out / 16⌉, pairs of inputs, bytes of a pair, 16] int8: the numbers' bits.
+    """int8: the numbers' bits, of whole steps of eight inputs. Inputs after the last are 0.
 
-    A pair takes two bytes in eight bits. In four bits it takes one, with the first input in the low half.
+    [⌈out / 16⌉, steps, 8, 16] in eight bits: a byte for each input of a step and each output. [⌈out / 16⌉, steps, 16, 4] in four
+    bits: a word of 32 bits for each output, with the first input in the lowest bits.
     """
     scales: torch.Tensor
     """[⌈out / 16⌉, groups, 16]; float32, bfloat16 or float16."""
@@ -38,7 +41,7 @@ class QuantizedWeight(NamedTuple):
     """[⌈out / 16⌉, groups, 16] int8. None: all are 0."""
     number: Number
     group: int
-    """Inputs that share a scale; even. The last group may be shorter."""
+    """Inputs that share a scale: whole steps, or all inputs. The last group may be shorter."""
     out_features: int
     in_features: int
 
@@ -126,21 +129,27 @@ def pack_quantized(
         scales: [out, groups].
         zeros: int8 [out, groups], subtracted from whole numbers before they are scaled; None: all are 0.
         number: What the weight's numbers are.
-        group: Inputs that share a scale; for one scale of all inputs, `in_features` or one more, whichever is even.
+        group: Inputs that share a scale: a multiple of STEP, or `in_features` or more.
         in_features: Of the weight.
     """
-    missing = -len(pairs) % LANES
-    panels = padded(pairs, 0, missing).unflatten(0, (-1, LANES)).permute(0, 2, 3, 1).contiguous()
+    if group % STEP and group < in_features:
+        raise ValueError(f"groups of {group} inputs are no whole steps of {STEP}")
+    together = STEP * bits(number) // 8
+    codes = pairs.flatten(1)
+    steps = padded(codes, -codes.shape[1] % together, -len(pairs) % LANES).unflatten(1, (-1, together)).unflatten(0, (-1, LANES))
+    panels = steps.permute(0, 2, 3, 1) if bits(number) == 8 else steps.transpose(1, 2)
     packed_zeros = None if zeros is None or not zeros.any() else panels_of_groups(zeros)
-    return QuantizedWeight(panels, panels_of_groups(scales), packed_zeros, number, group, len(pairs), in_features)
+    return QuantizedWeight(panels.contiguous(), panels_of_groups(scales), packed_zeros, number, group, len(pairs), in_features)
 
 
 def dequantized(weight: QuantizedWeight) -> torch.Tensor:
     """The weight [out, in] in float32."""
-    panels = weight.values
-    if bits(weight.number) == 4:
-        panels = torch.cat(((panels << 4) >> 4, panels >> 4), 2)
-    codes = panels.permute(0, 3, 1, 2).flatten(2).flatten(0, 1)[: weight.out_features, : weight.in_features]
+    if bits(weight.number) == 8:
+        steps = weight.values.permute(0, 3, 1, 2)
+    else:
+        halves = torch.stack(((weight.values << 4) >> 4, weight.values >> 4), -1)
+        steps = halves.flatten(3).transpose(1, 2)
+    codes = steps.flatten(2).flatten(0, 1)[: weight.out_features, : weight.in_features]
     values = _decoded(codes, weight.number)
     if weight.zeros is not None:
         values = values - _of_inputs(weight.zeros, weight)

@@ -15,10 +15,10 @@ import triton
 import triton.language as tl
 
 from penstock.kernels.quantized_linear.launch import block_of, launch_of
-from penstock.kernels.quantized_linear.reference import LANES, NUMBERS, Number, QuantizedWeight
+from penstock.kernels.quantized_linear.reference import LANES, NUMBERS, STEP, Number, QuantizedWeight
 
 _INT8, _INT4, _E4M3 = (tl.constexpr(NUMBERS.index(number)) for number in ("int8", "int4", "e4m3"))
-_LANES = tl.constexpr(LANES)
+_LANES, _STEP = tl.constexpr(LANES), tl.constexpr(STEP)
 UNITS: dict[Number, float] = {"int8": 1.0, "int4": 1.0, "e4m3": 2.0**8, "e2m1": 2.0**14}
 """What a number is multiplied by after its bits have been read as those of a float16, whose exponents have a greater bias."""
 
@@ -50,37 +50,39 @@ def packed_product(
     zero points that ZEROS says weights may have.
     """
     dtype: tl.constexpr = rows.dtype.element_ty
-    pairs: tl.constexpr = (IN + 1) // 2
+    steps: tl.constexpr = (IN + _STEP - 1) // _STEP
     groups: tl.constexpr = (IN + GROUP - 1) // GROUP
     BYTES: tl.constexpr = (NUMBER == _INT8) | (NUMBER == _E4M3)
     inside = output < OUT
     panel, lane = (output // _LANES).to(tl.int64), output % _LANES
     total = tl.zeros((TILE, OUTPUTS), tl.float32)
     for group in range(groups):
-        place = (panel * groups + group) * _LANES + lane
+        shared = (panel * groups + group) * _LANES + lane
         zero = tl.zeros((1, OUTPUTS), tl.int32)
         if ZEROS:
-            zero += tl.load(zeros + place, inside & has_zeros, 0).to(tl.int32)[None, :]
+            zero += tl.load(zeros + shared, inside & has_zeros, 0).to(tl.int32)[None, :]
         part = tl.zeros((TILE, OUTPUTS), tl.float32)
         for first in range(0, GROUP, BLOCK):
             if BYTES:
                 at = group * GROUP + first + tl.arange(0, BLOCK)
                 seen = (at < (group + 1) * GROUP) & (at < IN)
                 inputs = tl.load(rows[:, None] + at[None, :], there[:, None] & seen[None, :], 0.0)
-                byte = weight + (panel * 2 * pairs * _LANES + lane)[None, :] + at[:, None] * _LANES
+                byte = weight + (panel * steps * _STEP * _LANES + lane)[None, :] + at[:, None] * _LANES
                 codes = tl.load(byte, seen[:, None] & inside[None, :], 0)
                 part = tl.dot(inputs, _numbers(codes, zero, NUMBER, False, dtype), part, input_precision="ieee")
             else:
                 pair = (group * GROUP + first) // 2 + tl.arange(0, BLOCK // 2)
                 seen = (2 * pair < (group + 1) * GROUP) & (2 * pair < IN)
-                byte = weight + (panel * pairs * _LANES + lane)[None, :] + pair[:, None] * _LANES
+                of_step: tl.constexpr = _STEP // 2
+                place = (pair // of_step) * of_step * _LANES + pair % of_step
+                byte = weight + (panel * steps * of_step * _LANES + lane * of_step)[None, :] + place[:, None]
                 codes = tl.load(byte, seen[:, None] & inside[None, :], 0)
                 inputs = tl.load(rows[:, None] + 2 * pair[None, :], there[:, None] & seen[None, :], 0.0)
                 part = tl.dot(inputs, _numbers(codes, zero, NUMBER, False, dtype), part, input_precision="ieee")
                 second = seen & (2 * pair + 1 < IN)
                 inputs = tl.load(rows[:, None] + 2 * pair[None, :] + 1, there[:, None] & second[None, :], 0.0)
                 part = tl.dot(inputs, _numbers(codes, zero, NUMBER, True, dtype), part, input_precision="ieee")
-        total += part * (tl.load(scales + place, inside, 0.0).to(tl.float32) * UNIT)[None, :]
+        total += part * (tl.load(scales + shared, inside, 0.0).to(tl.float32) * UNIT)[None, :]
     return total
 
 

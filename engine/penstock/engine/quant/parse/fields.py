@@ -7,6 +7,8 @@ from typing import Any, TypeVar
 from penstock.engine.config import ConfigError
 
 T = TypeVar("T")
+STEP = 8
+"""Inputs that the kernels of linear layers read together."""
 FIELD = "config.json: quantization_config"
 
 
@@ -46,10 +48,10 @@ def names(raw: Mapping[str, Any], field: str) -> tuple[str, ...]:
 
 
 def group_size(raw: Mapping[str, Any], where: str = "") -> int | None:
-    """Returns how many inputs share a scale; None: all (-1). Kernels read pairs of inputs, so the number must be even."""
+    """Returns how many inputs share a scale; None: all (-1). Kernels read steps of eight inputs: none is of two groups."""
     size = raw.get("group_size")
     if size == -1:
         return None
-    if not isinstance(size, int) or isinstance(size, bool) or size <= 0 or size % 2:
-        raise refuse(f"{where}group_size", f"is {size!r} (supported: -1 and even numbers, such as 128)")
+    if not isinstance(size, int) or isinstance(size, bool) or size <= 0 or size % STEP:
+        raise refuse(f"{where}group_size", f"is {size!r} (supported: -1 and multiples of {STEP}, such as 128)")
     return size
