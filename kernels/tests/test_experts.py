@@ -175,8 +175,8 @@ def test_no_tokens_have_no_experts(ops_in):
 PACKED = {
     "int8": ("int8", None, None),
     "int4-groups": ("int4", 16, None),
-    "e4m3-rounded": ("e4m3", 14, Rounding("float8", True, 14)),
-    "e2m1": ("e2m1", 14, None),
+    "e4m3-rounded": ("e4m3", 16, Rounding("float8", True, 16)),
+    "e2m1": ("e2m1", 16, None),
     "int8-fixed": ("int8", None, Rounding("int8", False)),
     "whole-numbers": ("int8", 14, Rounding("int8", True), True),
     "whole-numbers-fixed": ("int8", None, Rounding("int8", False), True),
@@ -203,7 +203,7 @@ class PackedExperts:
         values = torch.randint(-8, 8, (outputs, inputs), dtype=torch.int8)
         if number == "e4m3":
             values = torch.randn(outputs, inputs).to(torch.float8_e4m3fn).view(torch.int8)
-        scales = (torch.rand(outputs, inputs // size) + 0.5) / 20
+        scales = (torch.rand(outputs, -(-inputs // size)) + 0.5) / 20
         asymmetric = expert % 2 and (number == "int4" or self.whole)
         zeros = torch.randint(-3, 3, scales.shape, dtype=torch.int8) if asymmetric else None
         if self.whole:

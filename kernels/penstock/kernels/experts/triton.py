@@ -112,12 +112,12 @@ def packed_experts(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, ta
 
 
 def _rounded(x: torch.Tensor, layers: Sequence[PackedLayer], chosen: torch.Tensor, per_row: int) -> tuple[torch.Tensor, int]:
-    """Inputs as the experts round them, and how many choices a row then serves: one, where each expert has a scale of its own."""
+    """Inputs as the experts round them, contiguous, and how many choices a row serves: one, if each expert has its own scale."""
     rule = layers[0].rounding
     if rule is None:
         return x, per_row
     if rule.dynamic:
-        return rounded_inputs(x, rule), per_row
+        return rounded_inputs(x, rule).contiguous(), per_row  # a shorter last group leaves gaps
     scales = torch.cat([layer.input_scale for layer in layers if layer.input_scale is not None])
     zeros = [layer.input_zero for layer in layers if layer.input_zero is not None]
     own = [values[chosen, None] for values in (scales, *([torch.cat(zeros)] if zeros else []))]
