@@ -33,7 +33,7 @@ constexpr int kSums = kRegisters == 32 ? 24 : 12;
 template <typename X>
 constexpr int kChains = std::is_same_v<X, BFloat16> ? 1 : 2;
 
-// Whether tiles read pairs of bfloat16. On Intel's processors that instruction takes as long as four multiply-adds: float32 is twice as fast.
+// Whether tiles read pairs of bfloat16. Intel's processors multiply a pair in more time than two multiply-adds take.
 inline bool multiplies_pairs() {
 #if defined(__AVX512BF16__)
   return !__builtin_cpu_is("intel");
