@@ -152,9 +152,10 @@ def test_copies_of_a_step_fill_the_time_that_they_may_take_as_far_as_copies_have
     assert queue.retired([part], 0.0005) == []
     [part] = queue.take(CopyPace(0.01, 0.5))
     assert part.blocks == [*range(5, 55)], "ten gigabytes a second"
-    queue.retired([part], 0.1)
-    assert [len(part.blocks) for part in queue.take(CopyPace(0.001, 0.5))] == [1], "each step brings one at least"
-    assert [len(part.blocks) for part in queue.take(CopyPace())] == [344] and not queue.is_due, "nobody waits"
+    queue.retired([part], 0.048)
+    taken = [sum(len(part.blocks) for part in queue.take(CopyPace(0.01, 0.5))) for _ in range(10)]
+    assert taken == [0] * 9 + [5], "they have taken as long as those of ten steps may"
+    assert [len(part.blocks) for part in queue.take(CopyPace())] == [340] and not queue.is_due, "nobody waits"
 
 
 def test_copies_that_may_take_little_of_many_steps_go_with_few_of_them() -> None:
@@ -172,6 +173,32 @@ def test_a_page_that_takes_long_has_steps_without_copies_after_it() -> None:
     queue.add(Load(request, 0.0, 160, 160, [Key(0, bytes([at])) for at in range(10)], [*range(10)], [*range(10)]))
     taken = [len(queue.take(CopyPace(0.01, 0.5))) for _ in range(9)]
     assert taken == [1, 0, 0, 0, 1, 0, 0, 0, 1], "two steps' time each, of which copies may take half"
+
+
+def load_of(pages: int) -> Load:
+    request = Request(make_request(0, PROMPT), 0.0)
+    return Load(request, 0.0, pages, pages, [Key(0, bytes([at])) for at in range(pages)], [*range(pages)], [*range(pages)])
+
+
+def test_steps_without_anything_to_copy_cost_the_load_that_comes_next_nothing() -> None:
+    queue = LoadQueue(1_000_000)
+    for _ in range(20):
+        assert not queue.take(CopyPace(0.01, 0.05))
+        queue.add(load_of(1))
+        assert len(queue.take(CopyPace(0.01, 0.05))) == 1
+        for _ in range(2):  # of a step's time, a twentieth for each: what one page takes
+            assert not queue.take(CopyPace(0.01, 0.05))
+
+
+def test_copies_that_stood_still_with_their_machine_do_not_keep_the_next_ones_waiting_as_long() -> None:
+    queue, steps = LoadQueue(100_000), 0
+    queue.add(load_of(200))
+    queue.retired(queue.take(CopyPace(0.01, 0.03)), 60.0)
+    while queue.is_due:
+        parts = queue.take(CopyPace(0.01, 0.03))
+        queue.retired(parts, sum(0.0001 * len(part.blocks) for part in parts))
+        steps += 1
+    assert steps < 2000, "ten seconds a page at first: a page in a quarter of a step's time, and not one in 30,000 steps"
 
 
 @pytest.mark.req("KO-33")

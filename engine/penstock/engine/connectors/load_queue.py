@@ -16,6 +16,8 @@ _LEAST: Final = 0.25
 """Of the time of a step, that copies beside those who decode take at a time: whether they hold it up must show."""
 _PRIOR_BYTES_PER_S: Final = 1e9
 """Until a copy has been timed."""
+_MOST_OWED_S: Final = 0.1
+"""What copies that took too long cost those that come after: a machine that stood still meanwhile must not keep them waiting."""
 
 
 class Load(msgspec.Struct, eq=False):
@@ -53,6 +55,8 @@ class Part(NamedTuple):
     load: Load
     slots: list[int]
     blocks: list[int]
+    charged_s: float
+    """Seconds that its copies are expected to take beside those who decode; 0: they are beside nobody."""
 
 
 class LoadQueue:
@@ -82,12 +86,14 @@ class LoadQueue:
 
     def take(self, pace: CopyPace) -> list[Part]:
         """Return what goes with the next plan, beside which copies have that pace."""
-        room, parts = self._room(pace), list[Part]()
+        (room, page_s), parts = self._room(pace), list[Part]()
         while room and self._due:
             load = self._due[0]
             these = slice(load.sent, load.sent + room)
-            part = Part(load, load.slots[these], load.blocks[these])
+            blocks = load.blocks[these]
+            part = Part(load, load.slots[these], blocks, page_s * len(blocks))
             parts.append(part)
+            self._saved_s -= part.charged_s
             room -= len(part.blocks)
             load.sent += len(part.blocks)
             load.under_way += 1
@@ -98,7 +104,9 @@ class LoadQueue:
     def retired(self, parts: Iterable[Part], seconds: float | None) -> list[Load]:
         """Return the loads that are over with the plan of these parts; `seconds` of its copies: None where it failed."""
         over = list[Load]()
-        for load, _, blocks in parts:
+        charged_s = 0.0
+        for load, _, blocks, expected_s in parts:
+            charged_s += expected_s
             load.under_way -= 1
             if seconds is not None:
                 self._pages += len(blocks)
@@ -109,17 +117,18 @@ class LoadQueue:
             if load.is_over:
                 over.append(load)
         self.seconds += seconds or 0.0
+        if charged_s:
+            self._saved_s = max(self._saved_s + charged_s - (seconds or 0.0), -_MOST_OWED_S)
         return over
 
-    def _room(self, pace: CopyPace) -> int:
+    def _room(self, pace: CopyPace) -> tuple[int, float]:
+        """Pages that may go with a step, and the seconds that each is charged."""
         if not pace.step_s:
-            return sum(len(load.blocks) for load in self._due)
+            return sum(len(load.blocks) for load in self._due), 0.0
         at_once = max(pace.share, _LEAST) * pace.step_s
         self._saved_s = min(self._saved_s + pace.share * pace.step_s, at_once)
         if self._saved_s < at_once:
-            return 0
+            return 0, 0.0
         timed = self.seconds / self._pages if self._pages else 0.0
         page_s = timed or self._page_bytes / _PRIOR_BYTES_PER_S
-        room = max(1, int(at_once / page_s))  # a page that takes longer is made up for by the steps that follow
-        self._saved_s -= room * page_s
-        return room
+        return max(1, int(at_once / page_s)), page_s  # a page that takes longer is made up for by the steps that follow
