@@ -265,7 +265,9 @@ class Scheduler:
         if not step.preempted and self.pause_state is PauseState.UNPAUSED:
             self._admissions.admit(step)
         if self._offload is not None:
-            idle = idle or self._offload.has_errands
+            # The rows that this plan lacks may be in another stage: copies at once would hold them up when they come back.
+            alone = self.config.pipeline_stages == 1 or not self._in_flight
+            idle = idle or (alone and self._offload.has_errands)
         return None if step.is_empty and not idle and not self.encoder.is_busy else self._submit(step)
 
     def _submit(self, step: StepBuilder) -> StepPlan:
