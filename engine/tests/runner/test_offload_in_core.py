@@ -142,6 +142,15 @@ def test_pages_are_copied_on_another_core_than_the_step_that_they_are_beside():
         os.sched_setaffinity(0, cores)
 
 
+def test_pages_are_copied_where_the_process_has_lost_its_other_cores(monkeypatch):
+    pages, nothing = HostPages(torch.zeros(1, 8, dtype=torch.uint8), 1), np.empty(0, np.int32)
+    monkeypatch.setattr(pages, "_cores", {0, 1 << 20})  # one that no machine has: the kernel refuses it as one that is lost
+    monkeypatch.setattr(pages, "_core", lambda: 0)
+    pages.slots[0] = 7
+    pages.begin(Transfers(nothing, nothing, np.zeros(1, np.int32), np.zeros(1, np.int32))).result()
+    assert (pages._pages == 7).all()
+
+
 def test_an_engine_is_built_with_as_many_pages_as_the_setting_holds(checkpoint, build_runner):
     config = build_runner(checkpoint("llama"), scheduler=SCHEDULER).config
 

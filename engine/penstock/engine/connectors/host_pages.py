@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from typing import Final
 
 import numpy as np
@@ -79,7 +80,8 @@ class HostPages:
         A kernel that does not know which cores share a cache would wake this thread on that one: one would wait for the other.
         """
         if len(self._cores) > 1 and self._core() == core:
-            os.sched_setaffinity(0, self._cores - {core})
+            with suppress(OSError):  # the process may have lost the others since: then there is nowhere to go
+                os.sched_setaffinity(0, self._cores - {core})
         return self._copy(transfers)
 
     def _copy(self, transfers: Transfers) -> tuple[float, float]:
