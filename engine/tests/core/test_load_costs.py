@@ -190,6 +190,14 @@ def test_steps_without_anything_to_copy_cost_the_load_that_comes_next_nothing() 
             assert not queue.take(CopyPace(0.01, 0.05))
 
 
+def test_copies_that_take_a_bit_longer_than_expected_leave_no_step_without_any() -> None:
+    queue = LoadQueue(1_000_000)
+    queue.add(load_of(20))
+    parts = queue.take(CopyPace(0.01, 0.5))
+    queue.retired(parts, 0.006)
+    assert [len(part.blocks) for part in [*parts, *queue.take(CopyPace(0.01, 0.5))]] == [5, 3], "two fifths, at 1.2 ms"
+
+
 def test_copies_that_stood_still_with_their_machine_do_not_keep_the_next_ones_waiting_as_long() -> None:
     queue, steps = LoadQueue(100_000), 0
     queue.add(load_of(200))

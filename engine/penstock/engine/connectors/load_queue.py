@@ -13,7 +13,7 @@ from penstock.engine.core.measure.load import CopyPace
 from penstock.engine.core.scheduling.request import Request
 
 _LEAST: Final = 0.25
-"""Of the time of a step, that copies beside those who decode take at a time: whether they hold it up must show."""
+"""Of the time of a step, that copies beside those who decode take at a time, or more: whether they hold it up must show."""
 _PRIOR_BYTES_PER_S: Final = 1e9
 """Until a copy has been timed."""
 _MOST_OWED_S: Final = 0.1
@@ -125,10 +125,11 @@ class LoadQueue:
         """Pages that may go with a step, and the seconds that each is charged."""
         if not pace.step_s:
             return sum(len(load.blocks) for load in self._due), 0.0
-        at_once = max(pace.share, _LEAST) * pace.step_s
-        self._saved_s = min(self._saved_s + pace.share * pace.step_s, at_once)
-        if self._saved_s < at_once:
+        least, most = _LEAST * pace.step_s, max(pace.share, _LEAST) * pace.step_s
+        self._saved_s = min(self._saved_s + pace.share * pace.step_s, most)
+        if self._saved_s < least:
             return 0, 0.0
         timed = self.seconds / self._pages if self._pages else 0.0
         page_s = timed or self._page_bytes / _PRIOR_BYTES_PER_S
-        return max(1, int(at_once / page_s)), page_s  # a page that takes longer is made up for by the steps that follow
+        # A page that takes longer is made up for by the steps that follow.
+        return max(1, int(self._saved_s / page_s)), page_s
