@@ -83,7 +83,7 @@ def test_drafts_that_cost_more_than_measured_at_the_start_are_learned():
     depth = DraftDepth(4, 8, CHEAP)
     first = depth.most(ROWS)
     for _ in range(100):
-        for drafts in depth.depths[1:].tolist():
+        for drafts in depth.depths[1:]:
             depth.observe_step(2, 0, 1.0)
             depth.observe_step(2, drafts, 2.9)
             depth.observe_step(2, 0, 0.5)
@@ -114,7 +114,7 @@ def test_after_many_steps_with_drafts_one_without_is_compared_with_them():
 def test_one_step_that_was_held_up_teaches_nothing():
     depth = DraftDepth(4, 8, CHEAP)
     before = depth.most(ROWS)
-    for drafts in depth.depths.tolist():
+    for drafts in depth.depths:
         depth.observe_step(2, drafts, 1000.0)
     assert depth.most(ROWS) == before
 
@@ -138,11 +138,11 @@ def test_drafts_that_cost_more_than_they_gain_have_a_credit_that_plain_steps_ear
     depth = DraftDepth(4, 8, CHEAP)
 
     def step() -> tuple[int, float]:
-        depth._acceptance[:], depth._usual = 0.9, 0.9
+        depth._acceptance, depth._usual = [0.9] * len(depth._acceptance), 0.9
         drafts = 0 if depth.rests(2) else depth.choose(ROWS, counts(8, 8))
         if drafts:
             observed(depth, [drafts, drafts], [0, 0], 1)
-        place = depth.depths.tolist().index(drafts)
+        place = depth.depths.index(drafts)
         return drafts, float(depth._costs[1, place]) - 1
 
     spent = [step()[1] for _ in range(4000)]
@@ -193,7 +193,7 @@ def test_what_is_found_is_soon_judged_again():
 def test_the_first_comparisons_outweigh_what_was_measured_at_the_start():
     depth = DraftDepth(4, 8, CHEAP)
     assert depth.most(ROWS) > 0
-    for drafts in depth.depths[1:].tolist():
+    for drafts in depth.depths[1:]:
         for _ in range(8):
             depth.observe_step(2, 0, 1.0)
             depth.observe_step(2, drafts, 3.9)

@@ -1,6 +1,7 @@
 """How many drafts pay: verifying makes a step longer, and gains a token only where a draft and all before it are accepted."""
 
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -19,6 +20,8 @@ _FORGOTTEN: Final = 0.0005
 """How far this goes back to what was hoped in a step without drafts: in some thousand steps all is tried again."""
 _WEIGHT: Final = 0.15
 """Of a draft in a row's acceptance."""
+_STEPS_OF_ACCEPTANCE: Final = 100
+"""From 0 to 1: what a draft gains is looked up."""
 _RETURN: Final = 0.01
 """How far a row's acceptance goes back to what new requests have, in a step without drafts."""
 _NEWEST: Final = 0.1
@@ -72,6 +75,8 @@ class Timing(NamedTuple):
 class DraftDepth:
     """Chooses one number of drafts for all rows of a step, so that steps have few shapes.
 
+    It reckons with Python's numbers: of one row and four depths, NumPy's operations took a twentieth of a small model's step.
+
     Args:
         max_num_seqs: Rows.
         num_drafts: K, drafts of a row at most.
@@ -80,12 +85,15 @@ class DraftDepth:
     """
 
     def __init__(self, max_num_seqs: int, num_drafts: int, timings: Sequence[Timing], hope: float = HOPE) -> None:
-        self._acceptance: Float64 = np.full(max_num_seqs, hope)
+        self._acceptance = [hope] * max_num_seqs
         self._hope = self._usual = hope
-        self.depths = np.array(depths(num_drafts))
+        self.depths = depths(num_drafts)
+        self._gains = _gains(self.depths)
+        self._remembered = [(1 - _WEIGHT) ** judged for judged in range(num_drafts + 1)]
+        """By the number of drafts that were judged: weight of what was known of a row before."""
         self._offered = float(num_drafts)
         """Drafts of a row that the proposer usually has."""
-        self._places = {depth: at for at, depth in enumerate(self.depths.tolist())}
+        self._places = {depth: at for at, depth in enumerate(self.depths)}
         seconds = self._table(max_num_seqs, timings)
         self._usual_s: Float64 = seconds[:, 0].copy()
         """[sizes]: of a step without drafts."""
@@ -120,7 +128,7 @@ class DraftDepth:
         wait = 0 if self._idle else self._num_rows // 4  # who misses its first step never makes up for it
         if self._rest <= wait or not self._has_credit:
             return
-        if self._best(self._tokens(np.array([self._usual]), np.array([[self._offered]])), self._num_rows):
+        if self._best(self._tokens([self._usual], [round(self._offered)]), self._num_rows):
             self._rest = wait
             if not wait:
                 self._next_rest = 1
@@ -145,18 +153,21 @@ class DraftDepth:
     def observe(self, rows: Int32, drafted: Int32, accepted: Int32, others: int = 0) -> None:
         """Takes in a step: [m] rows, the drafts that were verified, and how many of them were accepted. There were so many others
         beside them."""
-        if len(rows):
-            count = len(rows) + others
-            cost = self._costs[_size(count), np.searchsorted(self.depths[:-1], int(drafted.max()))]
-            self._earn(count, (int(accepted.sum()) - (float(cost) - 1) * len(rows)) / count)
-        # A draft after a rejected one says nothing.
-        judged = np.minimum(accepted + 1, drafted)
-        kept = (1 - _WEIGHT) ** judged
-        seen = np.divide(accepted, judged, out=np.zeros(len(rows)), where=judged > 0)
-        self._acceptance[rows] = kept * self._acceptance[rows] + (1 - kept) * seen
-        if total := int(judged.sum()):
+        given, right = drafted.tolist(), accepted.tolist()
+        if given:
+            count = len(given) + others
+            cost = self._costs[_size(count), bisect_left(self.depths[:-1], max(given))]
+            self._earn(count, (sum(right) - (float(cost) - 1) * len(given)) / count)
+        total = 0
+        for row, has, good in zip(rows.tolist(), given, right, strict=True):
+            # A draft after a rejected one says nothing.
+            if judged := min(good + 1, has):
+                known = self._remembered[judged]
+                self._acceptance[row] = known * self._acceptance[row] + (1 - known) * good / judged
+                total += judged
+        if total:
             weight = 1 - (1 - _SHARED) ** total
-            self._usual += weight * (int(accepted.sum()) / total - self._usual)
+            self._usual += weight * (sum(right) / total - self._usual)
 
     def observe_step(self, num_rows: int, drafts: int, seconds: float) -> None:
         """Takes in how long a step of decodes with so many drafts each took, all told.
@@ -200,7 +211,7 @@ class DraftDepth:
         """The most drafts that can pay for these rows, [m], beside so many that get none, however many a proposer has. It is one
         that reads every step, which is not free either."""
         self._forget(rows, others)
-        best = self._best(self._tokens(self._acceptance[rows], self.depths[None, -1:]), len(rows), others, _UNLEARNED)
+        best = self._best(self._most_tokens(rows), len(rows), others, _UNLEARNED)
         if not self._has_credit:
             best, self._next_rest = 0, _LONGEST_IDLE
         if not best:
@@ -214,7 +225,8 @@ class DraftDepth:
         if not self._rested:
             return
         self._usual += min(_FORGOTTEN * self._rested, 1) * (self._hope - self._usual)
-        self._acceptance[rows] += min(_RETURN * self._rested, 1) * (self._usual - self._acceptance[rows])
+        for row in rows.tolist():
+            self._acceptance[row] += min(_RETURN * self._rested, 1) * (self._usual - self._acceptance[row])
         size, at = _size(self._num_rows), min(_FORGOTTEN * self._rested, 1)
         self._costs[size] += at * (self._measured[size] - self._costs[size])
         self._earn(self._num_rows, _EARNED * self._rested)
@@ -230,12 +242,13 @@ class DraftDepth:
     def choose(self, rows: Int32, proposed: Int32, others: int = 0) -> int:
         """How many drafts of each row make the most tokens a second, given how many the proposer has, [m]; see `most`."""
         self._forget(rows, others)
-        self._offered += _OFFERED * (float(proposed.mean()) - self._offered)
-        acceptance = self._acceptance[rows]
-        best = self._best(self._tokens(acceptance, proposed[:, None]), len(rows), others) if proposed.any() else 0
+        offers = proposed.tolist()
+        self._offered += _OFFERED * (sum(offers) / len(offers) - self._offered)
+        acceptance = [self._acceptance[row] for row in rows.tolist()]
+        best = self._best(self._tokens(acceptance, offers), len(rows), others) if any(offers) else 0
         if not best:
             # Where more drafts would pay, it is the proposer that has too few, and its text may begin to repeat at any token.
-            would = self._best(self._tokens(acceptance, self.depths[None, -1:]), len(rows), others)
+            would = self._best(self._most_tokens(rows), len(rows), others)
             self._begin_rest(_LONGEST_WAIT if would else _LONGEST_REST)
             return 0
         if not self._has_credit:
@@ -254,18 +267,26 @@ class DraftDepth:
         self._rest = min(self._next_rest, most)
         self._next_rest = min(2 * self._rest, most)
 
-    def _tokens(self, acceptance: Float64, proposed: Int32 | Float64) -> Float64:
-        """[depths]: of a step, given the acceptance of its rows, [m], and their drafts, [m or 1, 1]."""
-        acceptance = np.minimum(acceptance, 0.99)[:, None]
-        return ((1 - acceptance ** (np.minimum(self.depths, proposed) + 1)) / (1 - acceptance)).sum(axis=0)
+    def _most_tokens(self, rows: Int32) -> list[float]:
+        """As `_tokens`, were there as many drafts of these rows as there can be."""
+        return self._tokens((self._acceptance[row] for row in rows.tolist()), [self.depths[-1]] * len(rows))
 
-    def _best(self, tokens: Float64, num_rows: int, others: int = 0, margin: float = _MARGIN) -> int:
+    def _tokens(self, acceptance: Iterable[float], proposed: Sequence[int]) -> list[float]:
+        """[depths]: of a step, given the acceptance of its rows and their drafts."""
+        last = _STEPS_OF_ACCEPTANCE - 1
+        gains = [
+            self._gains[min(int(_STEPS_OF_ACCEPTANCE * at), last)][has] for at, has in zip(acceptance, proposed, strict=True)
+        ]
+        return [sum(column) for column in zip(*gains, strict=True)]
+
+    def _best(self, tokens: Sequence[float], num_rows: int, others: int = 0, margin: float = _MARGIN) -> int:
         """The depth that makes the most tokens a second; 0: no depth makes clearly more than no drafts. What it costs goes by the
         share of the rows that have drafts."""
-        more = (self._costs[_size(num_rows + others)] - 1) * num_rows / (num_rows + others)
-        rates = (tokens + others) / (1 + more)
-        best = int(np.argmax(rates))
-        return int(self.depths[best]) if rates[best] > margin * rates[0] else 0
+        costs: list[float] = self._costs[_size(num_rows + others)].tolist()
+        share = num_rows / (num_rows + others)
+        rates = [(made + others) / (1 + (cost - 1) * share) for made, cost in zip(tokens, costs, strict=True)]
+        best = rates.index(max(rates))
+        return self.depths[best] if rates[best] > margin * rates[0] else 0
 
     def _table(self, max_num_seqs: int, timings: Sequence[Timing]) -> Float64:
         """[sizes, depths]: seconds of a step, interpolated."""
@@ -275,6 +296,13 @@ class DraftDepth:
             points = [it for it in timings if it.drafts == number]
             columns.append(np.interp(sizes, [it.rows for it in points], [it.seconds for it in points]))
         return np.array([np.interp(self.depths, measured, seconds) for seconds in zip(*columns, strict=True)])
+
+
+def _gains(depths: Sequence[int]) -> list[list[list[float]]]:
+    """[acceptance, drafts that a proposer has, depths]: tokens of a row in a step."""
+    drafts = np.minimum(np.array(depths), np.arange(depths[-1] + 1)[:, None])
+    acceptance = np.arange(_STEPS_OF_ACCEPTANCE)[:, None, None] / _STEPS_OF_ACCEPTANCE
+    return ((1 - acceptance ** (drafts + 1)) / (1 - acceptance)).tolist()
 
 
 def depths(num_drafts: int) -> list[int]:
