@@ -70,14 +70,14 @@ def after_copies(held_up: float, share: float, steps: int = 40) -> LoadMeter:
 
 def test_copies_beside_those_who_decode_take_little_until_it_is_known_that_they_hold_up_nobody():
     for new in (after_copies(0.0, 0.03, steps=0), after_copies(1.0, 0.03), after_copies(1.0, 0.5)):
-        assert new.pace(0, 4).share == pytest.approx(0.03, rel=0.01), "three hundredths of a step"
-    assert after_copies(0.2, 0.3).pace(0, 4).share == pytest.approx(0.15, rel=0.2), "they add a fifth of what they take"
+        assert new.pace(0, 4).share == pytest.approx(0.02, rel=0.01), "two hundredths of a step"
+    assert after_copies(0.2, 0.3).pace(0, 4).share == pytest.approx(0.1, rel=0.2), "they add a fifth of what they take"
     assert after_copies(0.0, 0.3, steps=400).pace(0, 4).share == pytest.approx(0.5, rel=0.01), "no more than half of a step"
 
 
 def test_what_copies_add_is_learned_from_the_first_few_and_from_no_other_pause():
     meter = after_copies(0.0, 0.03, steps=30)
-    assert meter.pace(0, 4).share > 0.1, "soon more"
+    assert meter.pace(0, 4).share > 0.05, "soon more"
     before = meter.pace(0, 4).share
     meter.observe(90, seconds=0.2, prefill_tokens=0, sampled_tokens=4, copied_s=0.003)
     assert 0.6 * before < meter.pace(0, 4).share < before, "as if these copies had held it up, and by no more"
@@ -88,7 +88,7 @@ def test_steps_that_grow_longer_anyway_are_not_held_up_by_copies():
     for step in range(200):
         copied_s = 0.0 if step % 5 else 0.025
         meter.observe(step, seconds=0.1 * 1.003**step, prefill_tokens=0, sampled_tokens=4, copied_s=copied_s)
-    assert meter.pace(0, 4).share > 0.25
+    assert meter.pace(0, 4).share > 0.15
 
 
 def test_who_only_computes_a_prompt_waits_for_no_copies_and_bears_them():

@@ -12,7 +12,7 @@ _STEPS = 32
 _LEAST_S = 1.0
 """And no shorter than that: of a small model's steps, a moment when the machine stands still would be all that is seen."""
 
-_SLOWER: Final = 0.03
+_SLOWER: Final = 0.02
 """By how much copies of pages may lengthen the steps of those who decode, on average."""
 _SHARE: Final = 0.5
 """Of the time of a step that such copies take at most: its rows shall not wait for them."""
