@@ -13,7 +13,7 @@ from penstock.engine.commands import ResetPrefixCache
 from penstock.engine.config import GraphConfig
 from penstock.engine.core.core import EngineCore
 from penstock.engine.core.executor import InlineExecutor
-from penstock.engine.core.ipc.process import IDLE_S, CoreLoop
+from penstock.engine.core.ipc.process import IDLE_S, READ_POLL_MS, CoreLoop
 from penstock.engine.core.measure.step_meter import StepMeter
 from penstock.engine.core.plan import GraphReport, GraphStep, StepPlan, StepResult, empty
 from penstock.engine.messages import Control
@@ -68,6 +68,15 @@ def test_the_loop_captures_only_after_a_while_without_work() -> None:
     while core.may_capture:
         loop.turn()
     assert len(runner.captures) == 3 and runner.captures[0] - busy >= IDLE_S
+
+
+def test_no_graph_holds_up_a_request_that_waits_for_its_grammar(monkeypatch) -> None:
+    core, _ = make_core()
+    loop = CoreLoop(core, SimpleNamespace(send=lambda _message: None), None, 60.0)
+    loop._last_report = time.monotonic()
+    assert core.may_capture and loop._patience_ms() > 10 * READ_POLL_MS
+    monkeypatch.setitem(core._grammars._compiling, "a grammar", None)
+    assert not core.may_capture and loop._patience_ms() == READ_POLL_MS
 
 
 @pytest.mark.req("SD-25", "SPV-11")

@@ -154,8 +154,8 @@ class EngineCore:
 
     @property
     def may_capture(self) -> bool:
-        """Whether idle time is good for CUDA graphs that are not there yet."""
-        return self._may_capture and not self.has_work and self._controls.asleep is None
+        """Whether idle time is good for CUDA graphs that are not there yet. A request may wait for what is read."""
+        return self._may_capture and not self.has_work and not self.is_reading and self._controls.asleep is None
 
     @property
     def next_command(self) -> str | None:
