@@ -165,6 +165,14 @@ def test_routing_what_is_not_finite_gives_experts_that_exist(ops_in):
     assert all(len(set(row)) == 3 for row in ids.tolist())
 
 
+def test_a_token_that_all_experts_refuse_goes_to_the_first_ones_with_their_own_weights(ops_in):
+    """A correction bias decides which experts a token gets, not how much they count."""
+    logits = torch.tensor([[0.5, -1.0, 2.0, 0.0, 1.0, -2.0]])
+    ids, weights = ops_in(torch.float32).route(logits, torch.full((6,), float("-inf")), Routing(3, sigmoid=True))
+    assert ids.tolist() == [[0, 1, 2]]
+    torch.testing.assert_close(weights, logits.sigmoid()[:, :3])
+
+
 def test_no_tokens_have_no_experts(ops_in):
     ids, weights = ops_in(torch.float32).route(torch.empty(0, 6), None, Routing(3))
     assert ids.shape == weights.shape == (0, 3)

@@ -1,6 +1,7 @@
 """What a load takes of memory, looked at from outside of the process."""
 
 import json
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -23,6 +24,8 @@ from procfs import memory_bytes
 pytestmark = pytest.mark.slow
 
 LAYERS, HIDDEN, INNER, VOCAB = 8, 1024, 4096, 256
+STACKS = 2**25
+"""Bytes that threads reserve, and hardly use."""
 LOAD = """
 import sys
 from penstock.engine.args import EngineArgs
@@ -102,6 +105,8 @@ def test_a_load_takes_little_more_than_the_model_and_one_file(scheme, checkpoint
         assert process.stdin is not None and process.stdout is not None
         assert process.stdout.readline() == "warm\n"
         before = memory_bytes(process.pid)
+        limit = memory_bytes(process.pid, "VmData") + int(most) + STACKS  # the kernel gives no more, beside files
+        resource.prlimit(process.pid, resource.RLIMIT_DATA, (limit, limit))
         print("go", file=process.stdin, flush=True)
         assert process.stdout.readline() == "loaded\n"
         taken = memory_bytes(process.pid, "VmHWM") - before
