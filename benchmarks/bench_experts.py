@@ -1,11 +1,11 @@
-"""What a mixture of experts costs on a CPU: decoding beside transformers, and the share of routing and sorting in a step.
+"""What a mixture of experts costs on a CPU: decoding beside others, and the share of routing and sorting in a step.
 
     make bench-experts
     make bench-experts ARGS=--quick
 
-The model is a random Qwen3-MoE in bfloat16 with 32 experts, of which a token takes four. Both sides have one thread, and take
-turns in one process. Each decodes so many requests at a time; what counts is tokens a second of CPU time after the prompts, as
-the median of the rounds. transformers runs its own default for experts.
+The model is a random Qwen3-MoE in bfloat16 with 32 experts, of which a token takes four. All sides have one thread, and take
+turns. Each decodes so many requests at a time; what counts is tokens a second of CPU time after the prompts, as the median of the
+rounds. transformers runs its own default for experts. llama.cpp runs where `make bench-peers ARGS=llama-cpp` has installed it.
 
 Routing and sorting is what a layer does beside its products: the router, the choice, and bringing tokens to their experts and
 back. The last is measured by running the kernel over the same choices with experts of two inner features, so it is a little too
@@ -17,6 +17,7 @@ the other, and in bfloat16, in turns.
 
 import argparse
 import json
+import shutil
 import statistics
 import tempfile
 import time
@@ -27,6 +28,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from peers.llama_bench import LlamaBatchedBench, llama_batched_bench
+from peers.model import TOKENIZER
 from report import write_results
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -68,6 +71,8 @@ def make_model(folder: Path) -> None:
     torch.manual_seed(0)
     model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, eos_token_id=None, bos_token_id=None))
     model.to(torch.bfloat16).save_pretrained(folder)
+    for file in ("tokenizer.json", "tokenizer_config.json"):  # without one there is no GGUF file
+        shutil.copy(TOKENIZER / file, folder)
 
 
 class Ours:
@@ -113,6 +118,17 @@ class Theirs:
             tokens = found.logits[:, -1:].argmax(-1)
             found = self._model(tokens, past_key_values=found.past_key_values, use_cache=True)
         return len(prompts) * (OUTPUT - 1) / (time.process_time() - began)
+
+
+class LlamaCpp:
+    """llama.cpp, whose own benchmark draws its prompts."""
+
+    def __init__(self, bench: LlamaBatchedBench) -> None:
+        self._bench = bench
+
+    def decode(self, prompts: list[list[int]]) -> float:
+        """As ours."""
+        return self._bench.decode(len(prompts), PROMPT, OUTPUT)
 
 
 def routing_seconds(batch: int, calls: int) -> float:
@@ -182,7 +198,12 @@ def _median_seconds(call: Callable[[], object], calls: int) -> float:
 
 def measure(model: Path, rounds: int, calls: int) -> dict[str, Any]:
     """The figures of all batches."""
-    sides: dict[str, Ours | Theirs] = {"penstock": Ours(model), "transformers": Theirs(model)}
+    sides: dict[str, Ours | Theirs | LlamaCpp] = {"penstock": Ours(model), "transformers": Theirs(model)}
+    bench = llama_batched_bench(model)
+    if isinstance(bench, str):
+        print(f"llama.cpp is left out: {bench}")
+    else:
+        sides["llama.cpp"] = LlamaCpp(bench)
     generator, found = np.random.default_rng(0), dict[str, Any]()
     for batch in BATCHES:
         rates: dict[str, list[float]] = {name: [] for name in sides}
@@ -192,11 +213,18 @@ def measure(model: Path, rounds: int, calls: int) -> dict[str, Any]:
                 rate = sides[name].decode(prompts)
                 if number:
                     rates[name].append(rate)
-        ratios = [ours / theirs for ours, theirs in zip(rates["penstock"], rates["transformers"], strict=True)]
+        ratios = {
+            name: [ours / theirs for ours, theirs in zip(rates["penstock"], of, strict=True)]
+            for name, of in rates.items()
+            if name != "penstock"
+        }
         step = batch / statistics.median(rates["penstock"])
         found[str(batch)] = {
             "tokens a cpu second": {name: round(statistics.median(of), 1) for name, of in rates.items()},
-            "ratio": {"median": round(statistics.median(ratios), 2), "rounds": [round(ratio, 2) for ratio in ratios]},
+            "ratio": {
+                name: {"median": round(statistics.median(of), 2), "rounds": [round(ratio, 2) for ratio in of]}
+                for name, of in ratios.items()
+            },
             "share of routing and sorting": round(routing_seconds(batch, calls) / step, 4),
             "microseconds of a layer in few bits": packed_seconds(batch, calls),
         }
@@ -211,8 +239,9 @@ def main() -> None:
     torch.set_num_threads(1)
     quick: bool = parser.parse_args().quick
     with tempfile.TemporaryDirectory() as folder:
-        make_model(Path(folder))
-        results = measure(Path(folder), QUICK_ROUNDS if quick else ROUNDS, QUICK_CALLS if quick else CALLS)
+        model = Path(folder) / "checkpoint"
+        make_model(model)
+        results = measure(model, QUICK_ROUNDS if quick else ROUNDS, QUICK_CALLS if quick else CALLS)
     print(json.dumps(results, indent=2))
     if not quick:
         print(write_results("experts", results))

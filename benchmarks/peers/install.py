@@ -29,7 +29,7 @@ VLLM_ENVIRONMENT = {
 """With it vLLM asks nobody, keeps what it compiles, and leaves to its caller on which cores it runs."""
 # openvino's export wants other versions of what the engine itself needs.
 ENVIRONMENTS = ("openvino", "openvino-export", "vllm-cpu", "llama-cpp")
-LLAMA_PROGRAMS = ("llama-server", "llama-bench")
+LLAMA_PROGRAMS = ("llama-server", "llama-bench", "llama-batched-bench")
 _DONE = ".installed"
 # No wheel of PyPI holds a server that was compiled for more than the oldest of CPUs. These sources hold llama.cpp's whole tree.
 _SOURCES = LOCKS / "llama-cpp-sources.txt"
@@ -68,7 +68,7 @@ def install(name: str) -> None:
 
 
 def build_llama(jobs: int) -> None:
-    """Compiles llama.cpp's server and its benchmark for this machine's CPU, unless they are there. Raises `InstallError`."""
+    """Compiles llama.cpp's server and its benchmarks for this machine's CPU, unless they are there. Raises `InstallError`."""
     if all(map(llama_program, LLAMA_PROGRAMS)):
         print("llama.cpp's programs: are there")
         return
