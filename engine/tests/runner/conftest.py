@@ -91,9 +91,8 @@ def make_runner(
     return runner
 
 
-@pytest.fixture(scope="session")
-def loaded(checkpoint) -> Callable[..., ModelRunner]:
-    """`loaded(name, dtype, form)`: one runner each for the whole run, shared; a Driver starts afresh."""
+def runners(checkpoint: Callable[[str], Path]) -> Callable[..., ModelRunner]:
+    """`get(name, dtype, form)`: one runner each, shared; a Driver starts afresh."""
     made: dict[tuple[str, str, str], ModelRunner] = {}
 
     def get(name: str, dtype: str = "float32", form: str = "best") -> ModelRunner:
@@ -102,6 +101,18 @@ def loaded(checkpoint) -> Callable[..., ModelRunner]:
         return made[name, dtype, form]
 
     return get
+
+
+@pytest.fixture(scope="session")
+def loaded(checkpoint) -> Callable[..., ModelRunner]:
+    """`runners` for the whole run, which nobody warms up: each step calls the model."""
+    return runners(checkpoint)
+
+
+@pytest.fixture(scope="session")
+def warmed(checkpoint) -> Callable[..., ModelRunner]:
+    """`runners` for engines, which warm them up: steps may run from tapes."""
+    return runners(checkpoint)
 
 
 @pytest.fixture(scope="session")

@@ -54,11 +54,11 @@ def greedily() -> list[AddRequest]:
         ("mtp", "llama", 2),
     ],
 )
-def test_a_head_in_the_last_stage_drafts_what_plain_torch_does(method, name, stages, checkpoint, monkeypatch, tmp_path, loaded):
+def test_a_head_in_the_last_stage_drafts_what_plain_torch_does(method, name, stages, checkpoint, monkeypatch, tmp_path, warmed):
     """EAGLE-3 takes states of the first two of three stages, and the MTP layer the target's embedding, which is in the first."""
     path = checkpoint(name)
     target = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
-    expected = Engine(loaded(name), 1, NUM_BLOCKS).run(BATCH)
+    expected = Engine(warmed(name), 1, NUM_BLOCKS).run(BATCH)
     if method == "mtp":
         reference = ReferenceMtp(target, LlamaDecoderLayer, LlamaRMSNorm, recycles_normed=True)
         path, folder = reference.save(path, tmp_path / "target"), None
@@ -74,12 +74,12 @@ def test_a_head_in_the_last_stage_drafts_what_plain_torch_does(method, name, sta
 
 
 @pytest.mark.req("DX-09")
-def test_a_draft_model_is_in_the_last_stage_alone(checkpoint, monkeypatch, loaded):
+def test_a_draft_model_is_in_the_last_stage_alone(checkpoint, monkeypatch, warmed):
     """The target drafts for itself, and its greedy drafts are right. What it reads leaves the last stage fewer layers."""
     path = checkpoint("qwen3-windows")
     greedy = greedily()
     engine = staged(path, monkeypatch, method="draft_model", model=path)
-    assert engine.run(greedy) == Engine(loaded("qwen3-windows"), 1, NUM_BLOCKS).run(greedy)
+    assert engine.run(greedy) == Engine(warmed("qwen3-windows"), 1, NUM_BLOCKS).run(greedy)
     assert sum(engine.core.stats().step.drafts.accepted) > 150
     kept = [sorted(layer for group in layout.groups for layer in group.layers) for layout in engine.executor.call("kv_layout")]
     assert kept == [[0, 1], [2, 3, 4, 5]]

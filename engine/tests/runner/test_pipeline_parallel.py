@@ -112,9 +112,9 @@ def with_logprobs(batch: list[AddRequest]) -> list[AddRequest]:
 
 @pytest.mark.req("DX-09")
 @pytest.mark.parametrize("name", mostly_slow(NAMES, ("llama", "qwen3-windows", "deepseek-v3")))
-def test_two_stages_answer_as_one_process_does(name, staged, loaded):
+def test_two_stages_answer_as_one_process_does(name, staged, warmed):
     """Bit by bit: the same operations in other processes."""
-    whole = Engine(loaded(name), 1, NUM_BLOCKS)
+    whole = Engine(warmed(name), 1, NUM_BLOCKS)
     expected = whole.run(with_logprobs(requests(adjusted=False)))
     config, executor = staged(name, 2)
     engine = StagedEngine(config, executor)
@@ -126,7 +126,7 @@ def test_two_stages_answer_as_one_process_does(name, staged, loaded):
 
 @pytest.mark.req("DX-02", "DX-13", "DX-21")
 @pytest.mark.parametrize("eplb", mostly_slow([None, EPLB], (EPLB,)))
-def test_the_ranks_of_each_stage_divide_its_experts(request, checkpoint, loaded, eplb):
+def test_the_ranks_of_each_stage_divide_its_experts(request, checkpoint, warmed, eplb):
     """Each whole, among themselves alone: the stages are at different steps. Experts that move change no stream."""
     config = config_of(checkpoint("mixtral"), 2, 2)
     parallel = msgspec.structs.replace(config.parallel, expert_parallel=True, eplb=eplb)
@@ -137,7 +137,7 @@ def test_the_ranks_of_each_stage_divide_its_experts(request, checkpoint, loaded,
     request.addfinalizer(executor.close)
     batch = requests(adjusted=False)[:4]
     engine = StagedEngine(config, executor)
-    assert engine.run(batch) == Engine(loaded("mixtral"), 1, NUM_BLOCKS).run(batch)
+    assert engine.run(batch) == Engine(warmed("mixtral"), 1, NUM_BLOCKS).run(batch)
     stages, told = executor.call_beside("expert_stats")[::2], engine.core.stats().experts
     if eplb is not None:
         assert all(it.rebalances > 0 and it.moved_bytes > 0 for it in stages)
@@ -148,11 +148,11 @@ def test_the_ranks_of_each_stage_divide_its_experts(request, checkpoint, loaded,
 
 
 @pytest.mark.parametrize(("stages", "ranks", "few"), [(2, 2, 44), (3, 1, 48)])
-def test_preemption_adjustments_and_the_prefix_cache(stages, ranks, few, staged, loaded):
+def test_preemption_adjustments_and_the_prefix_cache(stages, ranks, few, staged, warmed):
     name = "qwen3-windows"
     config, executor = staged(name, stages, ranks)
     for adjusted in (False, True):
-        expected = Engine(loaded(name), 1, NUM_BLOCKS).run(requests(adjusted))
+        expected = Engine(warmed(name), 1, NUM_BLOCKS).run(requests(adjusted))
         num_blocks = few if adjusted else NUM_BLOCKS
         engine = StagedEngine(config, executor, num_blocks)
         assert engine.run(requests(adjusted)) == expected
@@ -160,14 +160,14 @@ def test_preemption_adjustments_and_the_prefix_cache(stages, ranks, few, staged,
         assert stats.prefix_hits > 0 and (stats.preemptions > 0) == adjusted
 
 
-def test_drafts_are_verified_by_all_stages(staged, loaded):
+def test_drafts_are_verified_by_all_stages(staged, warmed):
     speculative = SpeculativeConfig(method="ngram", num_speculative_tokens=3, prompt_lookup_min=1, prompt_lookup_max=3)
     limits = {"num_speculative_tokens": 3, "num_lookahead_tokens": 3}
     config, executor = staged("llama", 2, speculative=speculative, scheduler=limits)
     params = SamplingParams(max_tokens=60, temperature=0.0)
     batch = [AddRequest(index, f"r{index}", [5, 6, 7, 8] * 8 + [index], params, 0.0) for index in range(4)]
     engine = StagedEngine(config, executor)
-    assert engine.run(batch) == Engine(loaded("llama"), 1, NUM_BLOCKS).run(batch)
+    assert engine.run(batch) == Engine(warmed("llama"), 1, NUM_BLOCKS).run(batch)
     assert sum(engine.core.stats().step.drafts.accepted) > 0
 
 
@@ -230,11 +230,11 @@ def test_adapters_are_on_the_layers_of_every_stage(ranks, staged, checkpoint, bu
     assert {index % 4 for index in changed} == {1, 2, 3} and not [index for index in changed if index % 4 == 0]
 
 
-def test_a_checkpoint_that_lacks_a_tensor_of_one_stage_changes_nothing(checkpoint, loaded, tmp_path):
+def test_a_checkpoint_that_lacks_a_tensor_of_one_stage_changes_nothing(checkpoint, warmed, tmp_path):
     """It is refused by the tensor's name, before the other stage gives its weights up. The engine goes on, and takes another."""
     config = config_of(checkpoint("llama"), 2)
     engine, batch = StagedEngine(config, Stages(config)), requests(adjusted=False)[:3]
-    expected = Engine(loaded("llama"), 1, NUM_BLOCKS).run(batch)
+    expected = Engine(warmed("llama"), 1, NUM_BLOCKS).run(batch)
     assert engine.run(batch) == expected
     shutil.copytree(checkpoint("llama"), tmp_path / "copy")
     tensors = load_file(tmp_path / "copy" / "model.safetensors")

@@ -56,7 +56,7 @@ def test_ranks_on_two_nodes_have_the_bits_of_one_node(checkpoint, driver):
 
 
 @pytest.mark.parametrize("ranks", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}], ids=str)
-def test_an_engine_on_two_nodes_answers_as_one_process(ranks, checkpoint, loaded, request):
+def test_an_engine_on_two_nodes_answers_as_one_process(ranks, checkpoint, warmed, request):
     """Sums or hidden states cross, and plans and results; the other node is started as a person does."""
     path, port = checkpoint("qwen3-windows"), free_port()
     fields = {
@@ -76,7 +76,7 @@ def test_an_engine_on_two_nodes_answers_as_one_process(ranks, checkpoint, loaded
     executor, blocks = build_executor(config)
     request.addfinalizer(executor.close)
     assert blocks == NUM_BLOCKS
-    whole, engine = Engine(loaded("qwen3-windows"), 1, NUM_BLOCKS), StagedEngine(config, executor)
+    whole, engine = Engine(warmed("qwen3-windows"), 1, NUM_BLOCKS), StagedEngine(config, executor)
     batch = with_logprobs(requests(adjusted=True))
     assert engine.run(batch) == whole.run(batch)
     for index, found in engine.logprobs.items():
