@@ -3,8 +3,10 @@
 import pytest
 
 from penstock.engine.config import ConfigError
+from penstock.engine.quant.parse import fields
 from penstock.engine.quant.parse.config import parse_quantization
 from penstock.engine.quant.scheme import ActivationScheme, WeightScheme
+from penstock.kernels.quantized_linear import reference
 
 INT4 = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 128, "dynamic": False}
 FLOAT8 = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel", "dynamic": False}
@@ -28,6 +30,10 @@ FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "we
 
 def parsed(raw):
     return parse_quantization({"quantization_config": raw})
+
+
+def test_groups_are_held_to_the_steps_of_the_kernels():
+    assert fields.STEP == reference.STEP
 
 
 def test_a_checkpoint_without_it_is_not_quantized():

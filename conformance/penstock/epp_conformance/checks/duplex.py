@@ -4,6 +4,7 @@ import orjson
 
 from penstock.epp_conformance.bench import Bench
 from penstock.epp_conformance.check import EXT_PROC, MODES, PROTOCOL, Group, Level, check
+from penstock.epp_conformance.outcome import Outcome
 from penstock.epp_conformance.verdict import Failed, NotApplicable, expect
 
 MAX_CHUNK = 64 * 1024
@@ -48,6 +49,17 @@ async def _sent_again(bench: Bench, body: bytes, piece: int = 60_000, pieces: tu
     same = outcome.body == body or _json(outcome.body) == _json(body)
     expect(same, f"{len(body)} bytes were sent, and {len(outcome.body)} others go on")
     return outcome.body
+
+
+async def _with_trailers(bench: Bench) -> Outcome:
+    """A picked answer to a body that trailers end."""
+    async with bench.stream() as stream:
+        await stream.headers()
+        await stream.body(bench.target.body(), ends=False)
+        await stream.trailers()
+        outcome = await stream.outcome(trailers=True)
+    outcome.picked()
+    return outcome
 
 
 def _json(body: bytes) -> object:
@@ -120,12 +132,7 @@ async def end_of_stream(bench: Bench) -> None:
 @check("duplex-trailers", Level.MUST, EXT_PROC)
 async def trailers(bench: Bench) -> None:
     """Trailers end a body if no message has `end_of_stream`."""
-    async with bench.stream() as stream:
-        await stream.headers()
-        await stream.body(bench.target.body(), ends=False)
-        await stream.trailers()
-        outcome = await stream.outcome(trailers=True)
-    outcome.picked()
+    outcome = await _with_trailers(bench)
     expect(_json(outcome.body) == _json(bench.target.body()), "another body goes on")
     expect(outcome.kinds()[-1] == "request_trailers", f"the trailers are not answered last: {outcome.kinds()}")
 
@@ -133,12 +140,7 @@ async def trailers(bench: Bench) -> None:
 @check("duplex-trailers-no-end-of-stream", Level.MUST, EXT_PROC)
 async def trailers_no_end(bench: Bench) -> None:
     """Where trailers follow, no chunk has `end_of_stream`."""
-    async with bench.stream() as stream:
-        await stream.headers()
-        await stream.body(bench.target.body(), ends=False)
-        await stream.trailers()
-        outcome = await stream.outcome(trailers=True)
-    outcome.picked()
+    outcome = await _with_trailers(bench)
     if not outcome.chunks:
         raise NotApplicable("the body does not come back in chunks")
     expect(not any(end for _, end in outcome.chunks), "a chunk says that it is the last, and trailers come after it")

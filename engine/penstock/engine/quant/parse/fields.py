@@ -8,7 +8,7 @@ from penstock.engine.config import ConfigError
 
 T = TypeVar("T")
 STEP = 8
-"""Inputs that the kernels of linear layers read together."""
+"""Inputs that the kernels of linear layers read together: as in their reference, which needs torch."""
 FIELD = "config.json: quantization_config"
 
 
