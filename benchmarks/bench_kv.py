@@ -164,9 +164,11 @@ class Engine:
         self.settle()
         return self.ttft([*first, 2])
 
-    def compute_s(self, tokens: int) -> float:
-        """Seconds to compute so many of a prompt, as it reckons."""
-        return self._core._meter.prompt_cost.seconds(0, tokens)  # pyright: ignore[reportPrivateUsage]
+    def saved_s(self, tokens: int) -> float:
+        """Seconds that a load of so many tokens saves, by its own costs: all of a prompt but the last."""
+        saved_s = self._core._meter.saved_s(0, tokens, 1)  # pyright: ignore[reportPrivateUsage]
+        assert saved_s is not None
+        return saved_s
 
     def costs(self) -> LoadCosts:
         """What it has learned of loads."""
@@ -244,7 +246,7 @@ def _foretold(engine: Engine, tier: str) -> float | None:
     lines = [costs.memory.line(now)] + ([] if tier == "memory" else [costs.lower["disk"].line(now)])
     known = [line for line in lines if line is not None]
     fixed, each = sum(line[0] for line in known), sum(line[1] for line in known) / BLOCK
-    pays = (n for n in range(1, LONGEST) if engine.compute_s(n) >= fixed + each * n)
+    pays = (n for n in range(1, LONGEST) if engine.saved_s(n) >= fixed + each * n)
     return next(pays, None) if len(known) == len(lines) else None
 
 

@@ -10,7 +10,7 @@ from penstock.api.events import BlockStored
 from penstock.engine.cache.layout import KVGroup
 from penstock.engine.connectors.load_queue import LoadQueue
 from penstock.engine.connectors.sightings import Sightings
-from penstock.engine.core.measure.load import CopyPace
+from penstock.engine.core.measure.copies import CopyPace
 from penstock.engine.core.scheduling.request import RequestStatus
 
 BLOCK = 4

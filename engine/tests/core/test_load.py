@@ -62,9 +62,11 @@ def after_copies(held_up: float, share: float, steps: int = 40) -> LoadMeter:
     meter = LoadMeter()
     for step in range(50):
         meter.observe(step, seconds=0.1, prefill_tokens=0, sampled_tokens=4)
-    for step in range(steps):
+    for step in range(50, 50 + steps):
+        if not meter.pace(0, 4).share:
+            meter.observe(step, seconds=0.1, prefill_tokens=0, sampled_tokens=4)
         seconds = 0.1 * (1 + held_up * share)
-        meter.observe(50 + step, seconds=seconds, prefill_tokens=0, sampled_tokens=4, copied_s=0.1 * share)
+        meter.observe(step, seconds=seconds, prefill_tokens=0, sampled_tokens=4, loaded_s=0.1 * share)
     return meter
 
 
@@ -72,14 +74,14 @@ def test_copies_beside_those_who_decode_take_little_until_it_is_known_that_they_
     for new in (after_copies(0.0, 0.03, steps=0), after_copies(1.0, 0.03), after_copies(1.0, 0.5)):
         assert new.pace(0, 4).share == pytest.approx(0.02, rel=0.01), "two hundredths of a step"
     assert after_copies(0.2, 0.3).pace(0, 4).share == pytest.approx(0.1, rel=0.2), "they add a fifth of what they take"
-    assert after_copies(0.0, 0.3, steps=400).pace(0, 4).share == pytest.approx(0.5, rel=0.01), "no more than half of a step"
+    assert after_copies(0.0, 0.3, steps=390).pace(0, 4).share == pytest.approx(0.5, rel=0.01), "no more than half of a step"
 
 
 def test_what_copies_add_is_learned_from_the_first_few_and_from_no_other_pause():
     meter = after_copies(0.0, 0.03, steps=30)
     assert meter.pace(0, 4).share > 0.05, "soon more"
     before = meter.pace(0, 4).share
-    meter.observe(90, seconds=0.2, prefill_tokens=0, sampled_tokens=4, copied_s=0.003)
+    meter.observe(90, seconds=0.2, prefill_tokens=0, sampled_tokens=4, loaded_s=0.003)
     assert 0.6 * before < meter.pace(0, 4).share < before, "as if these copies had held it up, and by no more"
 
 
@@ -87,8 +89,26 @@ def test_steps_that_grow_longer_anyway_are_not_held_up_by_copies():
     meter = LoadMeter()
     for step in range(200):
         copied_s = 0.0 if step % 5 else 0.025
-        meter.observe(step, seconds=0.1 * 1.003**step, prefill_tokens=0, sampled_tokens=4, copied_s=copied_s)
+        meter.observe(step, seconds=0.1 * 1.003**step, prefill_tokens=0, sampled_tokens=4, loaded_s=copied_s)
     assert meter.pace(0, 4).share > 0.15
+
+
+def test_a_step_that_has_waited_for_copies_does_not_say_what_decodes_take():
+    meter = LoadMeter()
+    meter.observe(0, seconds=0.1, prefill_tokens=0, sampled_tokens=4, stored_s=0.05, loaded_s=0.05)
+    for waited in ({"stored_s": 0.29}, {"loaded_s": 0.29}):
+        meter.observe(1, seconds=0.3, prefill_tokens=0, sampled_tokens=4, **waited)
+    assert meter.decode_step_s == pytest.approx(0.1)
+
+
+def test_a_step_without_copies_comes_again_where_each_could_have_some():
+    """The steps have become shorter meanwhile: only such a step can show that copies hold them up."""
+    meter = after_copies(0.0, 0.3, steps=15)
+    assert meter.pace(0, 4).share > 0
+    meter.observe(65, seconds=0.05, prefill_tokens=0, sampled_tokens=1, loaded_s=0.02)
+    assert meter.pace(0, 4).share == 0 and meter.pace(100, 0).share == 0.5
+    meter.observe(66, seconds=0.05, prefill_tokens=0, sampled_tokens=1)
+    assert meter.pace(0, 4).share > 0
 
 
 def test_who_only_computes_a_prompt_waits_for_no_copies_and_bears_them():

@@ -13,14 +13,15 @@ from penstock.engine.connectors.load_queue import Load, LoadQueue
 from penstock.engine.connectors.lower_tier import LowerTier
 from penstock.engine.connectors.moves import Moved, PageFile
 from penstock.engine.connectors.tier_index import Key
-from penstock.engine.core.measure.load import CopyPace
+from penstock.engine.core.measure.copies import CopyPace
+from penstock.engine.core.measure.load import LoadMeter
 from penstock.engine.core.measure.prompt_cost import PromptCost, chunk_pairs
 from penstock.engine.core.scheduling.request import Request
 
 
-def at(tokens_per_s: float) -> Callable[[int, int], float]:
-    """Prompts are computed as fast as that, whatever is before."""
-    return lambda start, tokens: tokens / tokens_per_s
+def at(tokens_per_s: float) -> Callable[[int, int, int], float]:
+    """Prompts are computed as fast as that, whatever is before or behind."""
+    return lambda start, tokens, rest: tokens / tokens_per_s
 
 
 def learned(fixed: float, each: float, sizes: list[int]) -> TierLoads:
@@ -42,48 +43,70 @@ def test_the_break_even_is_where_both_take_the_same_time() -> None:
     costs = LoadCosts(at(1000.0))
     costs.memory = learned(0.02, 0.004, [1, 3, 40, 20, 7] * 8)
     even = 0.02 / (1 / 1000 - 0.004 / 16)
-    assert not costs.pays(0, int(even * 0.9), round(even * 0.9 / 16), 40.0)
-    assert costs.pays(0, int(even * 1.3), round(even * 1.3 / 16), 40.0)
+    assert not costs.pays(0, int(even * 0.9), 1, round(even * 0.9 / 16), 40.0)
+    assert costs.pays(0, int(even * 1.3), 1, round(even * 1.3 / 16), 40.0)
+
+
+def prompts_of(meter: LoadMeter, steps: list[tuple[int, int]], seconds: Callable[[int, float], float]) -> None:
+    """Takes in steps of prompts, by the tokens before those of the step and their number; `seconds` by tokens and pairs."""
+    for start, tokens in steps:
+        pairs = chunk_pairs(start + tokens, tokens)
+        meter.observe(0.0, seconds=seconds(tokens, pairs), prefill_tokens=tokens, sampled_tokens=0, prefill_pairs=pairs)
+
+
+STEPS = [(0, 1024), (1024, 1024), (0, 300), (1024, 500), (300, 17), (2048, 1024)] * 5
 
 
 def test_a_late_part_of_a_long_prompt_is_loaded_where_an_early_one_is_computed() -> None:
     """A load takes as long wherever in its prompt it is; computing takes longer, the more tokens are before."""
-    prompts = PromptCost()
-    costs = LoadCosts(prompts.seconds)
+    meter = LoadMeter()
+    costs = LoadCosts(meter.saved_s)
     costs.memory.observe(4, 0.02, 0.0)
-    assert costs.pays(0, 64, 4, 0.0), "how fast prompts are computed is unknown"
-    for start, tokens in [(0, 1024), (1024, 1024), (0, 300), (1024, 500), (300, 17), (2048, 1024)] * 5:
-        pairs = chunk_pairs(start + tokens, tokens)
-        prompts.observe(tokens, pairs, 2e-4 * tokens + 1e-7 * pairs)
-    assert prompts.seconds(0, 64) == pytest.approx(2e-4 * 64 + 1e-7 * 64 * 65 / 2)
-    assert prompts.seconds(4096, 64) == pytest.approx(2e-4 * 64 + 1e-7 * 64 * (4096 + 65 / 2))
-    assert not costs.pays(0, 64, 4, 0.0) and costs.pays(4096, 64, 4, 0.0)
+    assert costs.pays(0, 64, 1, 4, 0.0), "how fast prompts are computed is unknown"
+    prompts_of(meter, STEPS, lambda tokens, pairs: 2e-4 * tokens + 1e-7 * pairs)
+    assert meter.saved_s(0, 64, 1) == pytest.approx(2e-4 * 64 + 1e-7 * 64 * 65 / 2)
+    assert meter.saved_s(4096, 64, 1) == pytest.approx(2e-4 * 64 + 1e-7 * 64 * (4096 + 65 / 2))
+    assert not costs.pays(0, 64, 1, 4, 0.0) and costs.pays(4096, 64, 1, 4, 0.0)
 
 
-@pytest.mark.parametrize(("each", "pair"), [(2e-4, 0.0), (0.0, 1e-7)])
-def test_prompts_of_one_length_or_of_one_kind_of_work_have_no_negative_cost(each: float, pair: float) -> None:
+def test_the_first_tokens_of_a_step_cost_little_since_the_rest_takes_a_step_anyway() -> None:
+    """A step takes 1 ms and 0.1 ms a token, but 3 ms at least."""
+    meter = LoadMeter()
+    prompts_of(meter, STEPS, lambda tokens, pairs: 1e-3 + 1e-4 * tokens)
+    assert meter.saved_s(0, 16, 1) == pytest.approx(1.6e-3), "what the least step takes is unknown"
+    meter.observe(0.0, seconds=3e-3, prefill_tokens=0, sampled_tokens=1)
+    assert meter.saved_s(0, 16, 1) == pytest.approx(0.0) and meter.saved_s(0, 24, 1) == pytest.approx(0.5e-3)
+    assert meter.saved_s(0, 1000, 1) == pytest.approx(98.1e-3)
+    assert meter.saved_s(0, 16, 20) == pytest.approx(1.6e-3), "both are above the least"
+
+
+@pytest.mark.parametrize(("step", "each", "pair"), [(0.0, 2e-4, 0.0), (0.0, 0.0, 1e-7), (0.02, 2e-4, 0.0), (0.02, 0.0, 1e-7)])
+def test_prompts_of_one_length_or_of_one_kind_of_work_have_no_negative_cost(step: float, each: float, pair: float) -> None:
     alike, noisy, noise = PromptCost(), PromptCost(), random.Random(1)
+    assert noisy.seconds(0, 1) is None
     for tokens in [200] * 5:
         alike.observe(tokens, chunk_pairs(tokens, tokens), 0.05)
     assert alike.seconds(0, 200) == pytest.approx(0.05) and alike.seconds(0, 100) == pytest.approx(0.025)
     for tokens in [64, 512, 1024, 128] * 10:
         pairs = chunk_pairs(tokens, tokens)
-        noisy.observe(tokens, pairs, (each * tokens + pair * pairs) * noise.uniform(0.8, 1.2))
-        assert noisy.seconds(0, 1) >= 0 and noisy.seconds(0, 1024) > 0
-    assert noisy.seconds(0, 1024) == pytest.approx(each * 1024 + pair * chunk_pairs(1024, 1024), rel=0.15)
+        noisy.observe(tokens, pairs, (step + each * tokens + pair * pairs) * noise.uniform(0.8, 1.2))
+    for tokens in (1, 64, 1024):
+        found = noisy.seconds(0, tokens)
+        whole = step + each * tokens + pair * chunk_pairs(tokens, tokens)
+        assert found is not None and found >= 0 and found == pytest.approx(whole, rel=0.15, abs=0.01)
 
 
 def test_nothing_is_declined_as_long_as_a_time_is_unknown() -> None:
     speed = 0.0
-    costs = LoadCosts(lambda start, tokens: tokens / speed if speed else 0.0)
-    assert costs.pays(0, 16, 1, 0.0)
+    costs = LoadCosts(lambda start, tokens, rest: tokens / speed if speed else None)
+    assert costs.pays(0, 16, 1, 1, 0.0)
     costs.memory.observe(1, 5.0, 0.0)
-    assert costs.pays(0, 16, 1, 1.0), "how fast prompts are computed is unknown"
+    assert costs.pays(0, 16, 1, 1, 1.0), "how fast prompts are computed is unknown"
     speed = 1e6
-    assert not costs.pays(0, 16, 1, 1.0) and costs.memory.declined_tokens == 16
-    assert costs.pays(0, 16, 1, 1.0, lower="disk"), "of the disk nothing is known"
+    assert not costs.pays(0, 16, 1, 1, 1.0) and costs.memory.declined_tokens == 16
+    assert costs.pays(0, 16, 1, 1, 1.0, lower="disk"), "of the disk nothing is known"
     costs.lower["disk"].observe(1, 5.0, 1.0)
-    assert not costs.pays(0, 16, 1, 1.0, lower="disk") and costs.lower["disk"].declined_tokens == 16
+    assert not costs.pays(0, 16, 1, 1, 1.0, lower="disk") and costs.lower["disk"].declined_tokens == 16
 
 
 def test_what_is_old_is_forgotten_so_that_a_tier_gets_another_chance() -> None:

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.engine.cache.layout import KVGroup, full_attention, max_blocks
-from penstock.engine.core.measure.load import CopyPace
+from penstock.engine.core.measure.copies import CopyPace
 from penstock.engine.messages import ExtendPrompt, FinishReason
 from penstock.engine.sampling import RepetitionDetection
 from penstock.prompt.hashing import PromptItem

@@ -75,32 +75,33 @@ class LoadCosts:
     """What loads take, and the choice between loading and computing.
 
     Args:
-        compute_s: Seconds to compute tokens of a prompt, by those before them and their number; 0 while unknown. None: every load
-            pays.
+        saved_s: Seconds that a request saves if it need not compute some tokens: by the tokens before those, their number, and
+            the tokens behind them that it computes in any case; None while unknown. None instead of it: every load pays.
     """
 
-    def __init__(self, compute_s: Callable[[int, int], float] | None = None) -> None:
+    def __init__(self, saved_s: Callable[[int, int, int], float | None] | None = None) -> None:
         self.memory = TierLoads()
         self.lower: dict[Lower, TierLoads] = {name: TierLoads() for name in get_args(Lower)}
-        self._compute_s = compute_s
+        self._saved_s = saved_s
 
-    def pays(self, start: int, tokens: int, pages: int, now: float, lower: Lower | None = None) -> bool:
+    def pays(self, start: int, tokens: int, rest: int, pages: int, now: float, lower: Lower | None = None) -> bool:
         """Whether loading is faster than computing, or one of the two is unknown.
 
         Args:
             start: Tokens before those.
             tokens: That need not be computed then.
+            rest: Tokens behind those that must be.
             pages: With these tokens.
             now: Unix time in seconds.
             lower: The tier from which they come into the host's memory, and from there; None: from there alone.
         """
-        if self._compute_s is None:
+        if self._saved_s is None:
             return True
-        compute_s = self._compute_s(start, tokens)
+        saved_s = self._saved_s(start, tokens, rest)
         tiers = [self.memory] if lower is None else [self.lower[lower], self.memory]
         found = [tier.seconds(pages, now) for tier in tiers]
         known = [it for it in found if it is not None]
-        if not compute_s or len(known) < len(found) or sum(known) <= compute_s:
+        if saved_s is None or len(known) < len(found) or sum(known) <= saved_s:
             return True
         tiers[0].declined_tokens += tokens
         return False

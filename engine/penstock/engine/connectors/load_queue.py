@@ -9,7 +9,7 @@ import msgspec
 
 from penstock.engine.cache.pins import Owner
 from penstock.engine.connectors.tier_index import Key
-from penstock.engine.core.measure.load import CopyPace
+from penstock.engine.core.measure.copies import CopyPace
 from penstock.engine.core.scheduling.request import Request
 
 _LEAST: Final = 0.25
@@ -125,6 +125,8 @@ class LoadQueue:
         """Pages that may go with a step, and the seconds that each is charged."""
         if not pace.step_s:
             return sum(len(load.blocks) for load in self._due), 0.0
+        if not pace.share:
+            return 0, 0.0
         least, most = _LEAST * pace.step_s, max(pace.share, _LEAST) * pace.step_s
         self._saved_s = min(self._saved_s + pace.share * pace.step_s, most)
         if self._saved_s < least:

@@ -32,7 +32,7 @@ from penstock.engine.connectors.sightings import Sightings
 from penstock.engine.connectors.tier_events import TierEvents
 from penstock.engine.connectors.tier_index import Key, TierIndex
 from penstock.engine.connectors.transfer.transfer import Transfer
-from penstock.engine.core.measure.load import CopyPace
+from penstock.engine.core.measure.copies import CopyPace
 from penstock.engine.core.plan import Int32, Transfers
 from penstock.engine.core.scheduling.admission.rule import Candidate
 from penstock.engine.core.scheduling.request import Request
@@ -264,7 +264,7 @@ class Offload:
         upto, missing = self._kv.elsewhere(request, num_tokens, local, lambda group, name: lower.has(Key(group, name)))
         here, _ = self._kv.elsewhere(request, num_tokens, local, lambda group, name: Key(group, name) in self.tier)
         pages = sum(Key(group, name) not in self.tier for group, _, name in missing)
-        return not pages or self._costs.pays(here, upto - here, pages, now, lower.name)
+        return not pages or self._costs.pays(here, upto - here, num_tokens - upto, pages, now, lower.name)
 
     def _bring(
         self, source: Source, request: Request, limit: int, local: CacheHit, has: Callable[[Key], bool], now: float
@@ -291,7 +291,8 @@ class Offload:
         """Begins to load what goes on where the local prefix ends, if anything does and there is room for it."""
         upto, missing = self._kv.elsewhere(request, num_tokens, local, lambda group, name: Key(group, name) in self.tier)
         external = upto - local.num_tokens
-        if not external or not self._costs.pays(local.num_tokens, external, len(missing), now):
+        rest = num_tokens - upto
+        if not external or not self._costs.pays(local.num_tokens, external, rest, len(missing), now):
             return False
         if self._kv.allocate(request, upto, local=local, external=external) is None:
             return False

@@ -108,7 +108,7 @@ class EngineCore:
             sizes = offload.pages, offload.page_bytes, offload.lower_pages
             # Another replica has computed what it lends so that this one need not: such pages are always loaded.
             by_cost = cache.loads_by_cost and config.transfer is None
-            costs = LoadCosts(self._meter.prompt_cost.seconds if by_cost else None)
+            costs = LoadCosts(self._meter.saved_s if by_cost else None)
             sightings = sightings_of(cache.offload_threshold)
             how = config.transfer, config.parallel.world, costs, cache.eviction_policy, sightings, self._meter.pace
             self._offload = Offload(kv, *sizes, *how)
@@ -376,7 +376,8 @@ class EngineCore:
             prefill_tokens=sum(tokens),
             prefill_pairs=sum(map(chunk_pairs, ends, tokens)),
             sampled_tokens=int(result.counts.sum()),
-            copied_s=result.transfer_s[1],
+            stored_s=result.transfer_s[0],
+            loaded_s=result.transfer_s[1],
         )
 
 

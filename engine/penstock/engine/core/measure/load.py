@@ -1,8 +1,8 @@
 """What the load report says about speed, measured step by step. Pure: time is an argument, in seconds of any one clock."""
 
 import math
-from typing import Final, NamedTuple
 
+from penstock.engine.core.measure.copies import MOST_SHARE, CopyMeter, CopyPace
 from penstock.engine.core.measure.prompt_cost import PromptCost
 
 RATE_WINDOW_S = 5.0
@@ -12,23 +12,8 @@ _STEPS = 32
 _LEAST_S = 1.0
 """And no shorter than that: of a small model's steps, a moment when the machine stands still would be all that is seen."""
 
-_SLOWER: Final = 0.02
-"""By how much copies of pages may lengthen the steps of those who decode, on average."""
-_SHARE: Final = 0.5
-"""Of the time of a step that such copies take at most: its rows shall not wait for them."""
-_BEFORE: Final = 4
-"""Steps over which the time of those without copies is averaged: it grows with the answers, and changes with who decodes."""
-_DOUBT: Final = 0.25
-"""Of a step: copies that long are taken to have held it up by as much, before any has been timed."""
-
-
-class CopyPace(NamedTuple):
-    """How much may be copied beside steps."""
-
-    step_s: float = 0.0
-    """Seconds that the step takes; 0: unknown, or nobody is in it. All that is due may go with it then."""
-    share: float = 1.0
-    """Of the time of such steps that copies may take, on average."""
+_COPIES = 0.75
+"""Of a step's time: where copies took more, the step may have waited for them, and says nothing of rows that decode."""
 
 
 class Rate:
@@ -58,9 +43,8 @@ class LoadMeter:
         self._prefill_seconds = 0.0
         self._decode_steps = 0.0
         self._decode_seconds = 0.0
-        self._plain_s = 0.0
-        self._copied = self._held_up = _DOUBT
-        self.prompt_cost = PromptCost()
+        self._copies = CopyMeter()
+        self._prompt_cost = PromptCost()
 
     def observe(
         self,
@@ -70,7 +54,8 @@ class LoadMeter:
         prefill_tokens: int,
         sampled_tokens: int,
         prefill_pairs: float = 0.0,
-        copied_s: float = 0.0,
+        stored_s: float = 0.0,
+        loaded_s: float = 0.0,
     ) -> None:
         """Takes in a step that has ended at `now` after `seconds`.
 
@@ -80,7 +65,8 @@ class LoadMeter:
             prefill_tokens: Tokens computed of rows that lacked more than one.
             sampled_tokens: Tokens sampled.
             prefill_pairs: Of these tokens and those that they attend to.
-            copied_s: Seconds that loads of pages took beside it.
+            stored_s: Seconds that stores of pages took beside it.
+            loaded_s: Seconds that loads of pages took beside it.
         """
         self._prompt.add(prefill_tokens, now)
         self._generation.add(sampled_tokens, now)
@@ -89,23 +75,14 @@ class LoadMeter:
             # A quotient of averages: a step with a short rest of a prompt says little and weighs little.
             self._prefill_tokens = keep * self._prefill_tokens + prefill_tokens
             self._prefill_seconds = keep * self._prefill_seconds + seconds
-            self.prompt_cost.observe(prefill_tokens, prefill_pairs, seconds)
+            self._prompt_cost.observe(prefill_tokens, prefill_pairs, seconds)
         elif sampled_tokens:
-            self._observe_copies(seconds, copied_s)
+            self._copies.observe(seconds, loaded_s)
+            if max(stored_s, loaded_s) > _COPIES * seconds:  # a step that has waited for copies
+                return
             keep = 1 - min(1 / _STEPS, seconds / _LEAST_S)
             self._decode_steps = keep * self._decode_steps + 1
             self._decode_seconds = keep * self._decode_seconds + seconds
-
-    def _observe_copies(self, seconds: float, copied_s: float) -> None:
-        """Learns by how much copies hold up those who decode: from how much longer a step takes than those right before it."""
-        if not copied_s:
-            self._plain_s += (seconds - self._plain_s) / (_BEFORE if self._plain_s else 1)
-        elif self._plain_s:
-            keep = 1 - 1 / _STEPS
-            # By no more than they took: what is beyond that has other reasons, as has what is below.
-            held_up_s = min(max(seconds - self._plain_s, -copied_s), copied_s)
-            self._copied = keep * self._copied + copied_s / self._plain_s
-            self._held_up = keep * self._held_up + held_up_s / self._plain_s
 
     @property
     def prefill_tokens_per_s(self) -> float:
@@ -125,14 +102,24 @@ class LoadMeter:
         return chunks_s + (self.decode_step_s if decodes else 0.0)
 
     def pace(self, prefill_tokens: int, decodes: int) -> CopyPace:
-        """Return how much may be copied beside such steps.
+        """Return how much may be copied beside such steps: those who decode shall hardly notice."""
+        return CopyPace(self.step_s(prefill_tokens, decodes), self._copies.share if decodes else MOST_SHARE)
 
-        Those who decode shall hardly notice. Where a core is free, copies hold up nobody; else they do by all that they take.
+    def saved_s(self, start: int, tokens: int, rest: int) -> float | None:
+        """Return the seconds that a request saves if it need not compute some tokens of its prompt; None: unknown.
+
+        The rest costs a step at least, and no step is shorter than one that only decodes: the first tokens cost little.
+
+        Args:
+            start: Tokens before those.
+            tokens: That need not be computed.
+            rest: Tokens behind those, which are computed in any case.
         """
-        share = _SHARE
-        if decodes and self._held_up > 0:
-            share = min(share, _SLOWER * self._copied / self._held_up)
-        return CopyPace(self.step_s(prefill_tokens, decodes), share)
+        whole = self._prompt_cost.seconds(start, tokens + rest)
+        behind = self._prompt_cost.seconds(start + tokens, rest)
+        if whole is None or behind is None:
+            return None
+        return max(whole, self.decode_step_s) - max(behind, self.decode_step_s)
 
     def prompt_tokens_per_s(self, now: float) -> float:
         """Prompt tokens computed a second, of late."""

@@ -2,21 +2,26 @@
 
 from typing import Final
 
+import numpy as np
+from numpy.typing import NDArray
+
 _KEEP: Final = 1 - 1 / 32
 """Weight of what is known beside the next step."""
 _APART: Final = 0.01
-"""Of what two shapes have in common, in which they must differ: otherwise nothing tells the two kinds of work apart."""
+"""Of a part, in which it must differ from the others over the steps: otherwise nothing tells one from another."""
 
 
 class PromptCost:
-    """Seconds to compute tokens of prompts: some for each token, and some for each token before it that it attends to.
+    """Seconds of a step that computes tokens of prompts: some for the step, for each token, and for each that a token attends to.
 
-    Both are fitted to the steps of late by least squares.
+    The three are fitted to the steps of late by least squares of the relative error, and none is negative. Where the steps do not
+    tell them apart, it is the tokens that cost.
     """
 
     def __init__(self) -> None:
-        self._tokens2 = self._pairs2 = self._both = 0.0
-        self._tokens_s = self._pairs_s = 0.0
+        self._products: NDArray[np.float64] = np.zeros((3, 3))
+        self._sums: NDArray[np.float64] = np.zeros(3)
+        self._parts: NDArray[np.float64] | None = None
 
     def observe(self, tokens: int, pairs: float, seconds: float) -> None:
         """Takes in a step of `seconds`.
@@ -26,30 +31,36 @@ class PromptCost:
             pairs: Of such a token and one that it attends to.
             seconds: That it took.
         """
-        self._tokens2 = _KEEP * self._tokens2 + tokens * tokens
-        self._pairs2 = _KEEP * self._pairs2 + pairs * pairs
-        self._both = _KEEP * self._both + tokens * pairs
-        self._tokens_s = _KEEP * self._tokens_s + tokens * seconds
-        self._pairs_s = _KEEP * self._pairs_s + pairs * seconds
+        parts = np.array((tokens, pairs, 1.0)) / seconds
+        self._products = _KEEP * self._products + np.outer(parts, parts)
+        self._sums = _KEEP * self._sums + parts
+        self._parts = None
 
-    def seconds(self, start: int, tokens: int) -> float:
-        """Return what it takes to compute `tokens` behind `start` others of a prompt; 0: unknown."""
-        each, pair = self._fit()
-        return each * tokens + pair * chunk_pairs(start + tokens, tokens)
+    def seconds(self, start: int, tokens: int) -> float | None:
+        """Return what a step with `tokens` behind `start` others of a prompt takes; None: unknown."""
+        if not self._sums[0]:
+            return None
+        if self._parts is None:
+            self._parts = self._fit()
+        return float(self._parts @ (tokens, chunk_pairs(start + tokens, tokens), 1.0))
 
-    def _fit(self) -> tuple[float, float]:
-        """Seconds of a token, and of a pair."""
-        if not self._tokens2:
-            return 0.0, 0.0
-        apart = self._tokens2 * self._pairs2 - self._both**2
-        alone = self._tokens_s / self._tokens2, 0.0
-        if apart <= _APART * self._tokens2 * self._pairs2:
-            return alone
-        each = (self._tokens_s * self._pairs2 - self._pairs_s * self._both) / apart
-        pair = (self._pairs_s * self._tokens2 - self._tokens_s * self._both) / apart
-        if pair < 0:
-            return alone
-        return (each, pair) if each >= 0 else (0.0, self._pairs_s / self._pairs2)
+    def _fit(self) -> NDArray[np.float64]:
+        """Seconds of a token, of a pair and of a step."""
+        scale = np.sqrt(self._products.diagonal())
+        scale[scale == 0] = np.inf
+        alike, sums = self._products / np.outer(scale, scale), self._sums / scale
+        kept = [0]
+        for part in (1, 2):
+            others = alike[np.ix_(kept, kept)]
+            if alike[part, part] - alike[part, kept] @ np.linalg.solve(others, alike[kept, part]) > _APART:
+                kept.append(part)
+        found = np.linalg.solve(alike[np.ix_(kept, kept)], sums[kept])
+        while found.min() < 0:
+            del kept[int(found.argmin())]
+            found = np.linalg.solve(alike[np.ix_(kept, kept)], sums[kept])
+        parts = np.zeros(3)
+        parts[kept] = found / scale[kept]
+        return parts
 
 
 def chunk_pairs(end: int, tokens: int) -> float:
