@@ -1,20 +1,24 @@
 """What the picker adds to a request: one Envoy binary, the same trivial replicas, and different ways to choose among them.
 
-    make bench-gateway                    about seven minutes
-    make bench-gateway ARGS="--quick"     one setting in place of eight
-    make bench-gateway ARGS="--peer"      also the Gateway API Inference Extension's own (needs what e2e needs)
+    make bench-gateway                                  about six minutes
+    make bench-gateway ARGS="--quick"                   one setting in place of five
+    make bench-gateway ARGS="--setting 3x2kB --rounds 5"
+    make bench-gateway ARGS="--peer"                    also the Gateway API Inference Extension's own (needs what e2e needs)
 
-Arms are measured side by side, each setting in all of them before the next. At a rate, requests are sent at random times whatever
-the answers do, and latency counts from the intended moment; `+p50` and its like are the arm's figures less those of Envoy's own
-round robin in the same setting. "closed" is as many as 32 connections get answered. CPU is that of each process, from /proc, less
-what it uses when idle (`idle_cpu`, per cent of a core: reports of all replicas come in twice a second); `pick_us` is the picker's
-own clock around a pick, without tokenising. Replicas are addresses of 127.0.0.0/8 that share two processes; prompts are all
-alike, so that tokenising meets its caches as it does for long conversations.
+A setting is a number of replicas and the size of a body. Arms are measured side by side, each setting in all of them before the
+next, and in each round again: a figure is the median of the rounds, and `spread` has the least and the most of the main ones. At
+a rate, requests are sent at random times whatever the answers do, and latency counts from the intended moment; `+p50` and its
+like are the arm's figures less those of Envoy's own round robin in the same round. "closed" is as many as 32 connections get
+answered. CPU is that of each process, from /proc, less what it uses when idle (`idle_cpu`, per cent of a core: reports of all
+replicas come in twice a second); `pick_us` is the picker's own clock around a pick, without tokenising. Replicas are addresses of
+127.0.0.0/8 that share two processes. Each request has a prompt of its own: a piece of this repository's pages, by the tokenizer
+of `examples/models/penstock-tiny`.
 """
 
 import argparse
 import asyncio
 import contextlib
+import json
 import shutil
 import sys
 import tempfile
@@ -22,6 +26,7 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from statistics import median
 from typing import Any, NamedTuple
 
 import grpc
@@ -31,7 +36,8 @@ from rich.table import Table
 
 from benchmarks.gatewaybench import backend
 from benchmarks.gatewaybench.arms import ARMS, BASELINE, Arm, Start, free_ports, running
-from benchmarks.gatewaybench.load import CLOSED, Client, load, request
+from benchmarks.gatewaybench.load import CLOSED, Client, load
+from benchmarks.gatewaybench.texts import requests
 from benchmarks.report import write_results
 from penstock.api import metrics
 
@@ -40,23 +46,30 @@ READY_S = 60.0
 QUANTILES = (("p50", 0.5), ("p99", 0.99), ("p99.9", 0.999))
 
 
+SPREAD = ("per_s", "p50_ms", "+p50", "p99_ms", "picker_cpu_us")
+
+
 class Setting(NamedTuple):
     """What is asked of all arms."""
 
     replicas: int
-    tokens: int
-    rates: tuple[int, ...]
+    body: str
+    rates: tuple[int, ...] = (500, CLOSED)
+
+    @property
+    def name(self) -> str:
+        """As `--setting` has it."""
+        return f"{self.replicas}x{self.body.replace(' ', '')}"
 
 
 SETTINGS = (
-    Setting(10, 100, (100, 500, CLOSED)),
-    Setting(1, 100, (300,)),
-    Setting(100, 100, (300, CLOSED)),
-    Setting(1000, 100, (300,)),
-    Setting(10, 4_000, (100,)),
-    Setting(10, 32_000, (20,)),
+    Setting(3, "2 kB"),
+    Setting(3, "16 kB"),
+    Setting(100, "2 kB"),
+    Setting(100, "16 kB"),
+    Setting(1000, "2 kB", (300,)),
 )
-QUICK = (Setting(10, 100, (300, CLOSED)),)
+BY_NAME = {setting.name: setting for setting in SETTINGS}
 
 
 def pick_s(http_port: int) -> tuple[float, float]:
@@ -67,12 +80,18 @@ def pick_s(http_port: int) -> tuple[float, float]:
     return values[f"{metrics.PICK_SECONDS}_sum"], values[f"{metrics.PICK_SECONDS}_count"]
 
 
-async def answering(port: int, what: bytes) -> None:
+def picks_by(http_port: int) -> str:
+    """What makes a gateway's picks."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{http_port}/version") as answer:
+        return json.load(answer)["picks"]
+
+
+async def answering(port: int) -> None:
     """Waits until a request through `port` is answered; raises TimeoutError."""
     async with asyncio.timeout(READY_S):
         while True:
             with contextlib.suppress(OSError, RuntimeError, asyncio.IncompleteReadError):
-                client = Client(*await asyncio.open_connection("127.0.0.1", port), what)
+                client = Client(*await asyncio.open_connection("127.0.0.1", port), requests("2 kB"))
                 await client.ask()
                 return client.close()
             await asyncio.sleep(0.1)
@@ -85,12 +104,12 @@ def idle(arm: Arm) -> dict[str, float]:
     return {part: (process.cpu_s() - before[part]) / IDLE_S for part, process in arm.processes.items()}
 
 
-def measure(arm: Arm, resting: dict[str, float], what: bytes, rate: int) -> dict[str, Any]:
+def measure(arm: Arm, resting: dict[str, float], asked: Iterator[bytes], rate: int) -> dict[str, Any]:
     """The figures of one arm at one rate."""
     seconds, picks = pick_s(arm.http_port) if arm.http_port else (0.0, 0.0)
     before = {part: process.cpu_s() for part, process in arm.processes.items()}
     began = time.monotonic()
-    latencies = asyncio.run(load(arm.port, rate, SECONDS, CONNECTIONS, what))
+    latencies = asyncio.run(load(arm.port, rate, SECONDS, CONNECTIONS, asked))
     lasted, count = time.monotonic() - began, len(latencies)
     row: dict[str, Any] = {"rate": rate or "closed", "per_s": round(count / SECONDS)}
     row |= {f"{name}_ms": round(1000 * latencies[min(int(count * q), count - 1)], 2) for name, q in QUANTILES}
@@ -106,7 +125,7 @@ def measure(arm: Arm, resting: dict[str, float], what: bytes, rate: int) -> dict
     return row
 
 
-def run(arms: dict[str, Start], settings: tuple[Setting, ...], console: Console) -> Iterator[dict[str, Any]]:
+def run(arms: dict[str, Start], settings: list[Setting], rounds: int, console: Console) -> Iterator[dict[str, Any]]:
     """All rows, setting by setting."""
     with contextlib.ExitStack() as stack:
         folder = Path(tempfile.mkdtemp(prefix="penstock-bench-"))  # kept when something fails, with the logs
@@ -114,22 +133,32 @@ def run(arms: dict[str, Start], settings: tuple[Setting, ...], console: Console)
         for n in range(BACKENDS):  # they share the port; one of them has the event stream
             which = "--backend" if n else "--first-backend"
             stack.enter_context(running(folder / "log", sys.executable, "-m", __spec__.name, which, str(port)))
-        asyncio.run(answering(port, request(1)))
-        for replicas, tokens, rates in settings:
-            addresses = [(f"127.1.{n // 250}.{n % 250 + 1}", port) for n in range(replicas)]
-            what = request(tokens)
-            rows = []
-            for name, start in arms.items():
-                where = folder / f"{replicas}-{tokens}-{len(name)}"
-                where.mkdir()
-                with console.status(f"{name}: {replicas} replicas, {tokens} tokens"), start(addresses, where) as arm:
-                    asyncio.run(answering(arm.port, what))
-                    asyncio.run(load(arm.port, CLOSED, 1.0, CONNECTIONS, what))  # all is loaded and connected
-                    resting = idle(arm)
-                    about = {"arm": name, "replicas": replicas, "tokens": tokens}
-                    rows += [about | measure(arm, resting, what, rate) for rate in rates]
-            yield from added(rows)
+        asyncio.run(answering(port))
+        for setting in settings:
+            addresses = [(f"127.1.{n // 250}.{n % 250 + 1}", port) for n in range(setting.replicas)]
+            done: list[list[dict[str, Any]]] = []
+            for number in range(rounds):
+                rows: list[dict[str, Any]] = []
+                for name, start in arms.items():
+                    where = folder / f"{setting.name}-{number}-{len(rows)}"
+                    where.mkdir()
+                    with console.status(f"{name}: {setting.name}, round {number + 1}"), start(addresses, where) as arm:
+                        rows += in_turn(name, arm, setting)
+                done.append(added(rows))
+            yield from middle(done)
         shutil.rmtree(folder)
+
+
+def in_turn(name: str, arm: Arm, setting: Setting) -> list[dict[str, Any]]:
+    """The rows of one arm in one round."""
+    asked = requests(setting.body)
+    asyncio.run(answering(arm.port))
+    asyncio.run(load(arm.port, CLOSED, 1.0, CONNECTIONS, asked))  # all is loaded and connected
+    resting = idle(arm)
+    about = {"arm": name, "replicas": setting.replicas, "body": setting.body}
+    if arm.http_port:
+        about["picks"] = picks_by(arm.http_port)
+    return [about | measure(arm, resting, asked, rate) for rate in setting.rates]
 
 
 def added(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -141,12 +170,23 @@ def added(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return rows
 
 
+def middle(rounds: list[list[dict[str, Any]]]) -> Iterator[dict[str, Any]]:
+    """Each row once, with the medians of its figures over the rounds, and how far the main ones spread."""
+    for same in zip(*rounds, strict=True):
+        row = dict(same[0])
+        numbers = [key for key, value in row.items() if isinstance(value, int | float) and key not in ("replicas", "rate")]
+        row |= {key: round(median(it[key] for it in same), 2) for key in numbers}
+        row["spread"] = {key: [min(it[key] for it in same), max(it[key] for it in same)] for key in SPREAD if key in row}
+        yield row
+
+
 def main() -> int:
     """Prints the table and writes the JSON."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--arm", action="append", choices=list(ARMS), help="only these (default: all)")
     parser.add_argument("--quick", action="store_true", help="one setting; writes no file")
-    parser.add_argument("--max-replicas", type=int, default=1000, help="leave out settings with more (default: %(default)s)")
+    parser.add_argument("--setting", action="append", choices=list(BY_NAME), help="only these (default: all)")
+    parser.add_argument("--rounds", type=int, default=1, help="default: %(default)s")
     parser.add_argument("--peer", action="store_true", help="also the Gateway API Inference Extension's own picker")
     for flag in ("--backend", "--first-backend"):
         parser.add_argument(flag, type=int, metavar="PORT", help=argparse.SUPPRESS)
@@ -160,9 +200,9 @@ def main() -> int:
             from benchmarks.peers.gaie.arm import NAME, gaie_arm
 
             arms[NAME] = stack.enter_context(gaie_arm(console))
-        settings = tuple(setting for setting in SETTINGS if setting.replicas <= arguments.max_replicas)
-        rows = list(run(arms, QUICK if arguments.quick else settings, console))
-    columns = ["arm", "replicas", "tokens", "rate", "per_s", "p50_ms", "p99_ms", "+p50", "+p99", "+p99.9"]
+        names = arguments.setting or (["3x2kB"] if arguments.quick else list(BY_NAME))
+        rows = list(run(arms, [BY_NAME[name] for name in names], arguments.rounds, console))
+    columns = ["arm", "replicas", "body", "rate", "per_s", "p50_ms", "p99_ms", "+p50", "+p99", "+p99.9"]
     columns += ["envoy_cpu_us", "picker_cpu_us", "pick_us", "picker_mb", "idle_cpu"]
     table = Table(*columns, title="What the picker adds to a request")
     for row in rows:
@@ -170,7 +210,8 @@ def main() -> int:
     console.print(table)
     if arguments.quick:
         return 0
-    path = write_results("gateway", {"grpc": grpc.__version__, "rows": rows})
+    which = ["gateway", *(arguments.setting or ())]
+    path = write_results("-".join(which), {"grpc": grpc.__version__, "rounds": arguments.rounds, "rows": rows})
     console.print(f"written to {path}")
     return 0
 

@@ -23,7 +23,6 @@ import contextlib
 import functools
 import gc
 import itertools
-import json
 import os
 import random
 import re
@@ -38,13 +37,13 @@ import grpc
 import h2.config
 import h2.connection
 import h2.events
-import msgspec
 import uvloop
 from hpack import Encoder
 from rich.console import Console
 from rich.table import Table
 
 from benchmarks.gatewaybench.backend import bundle
+from benchmarks.gatewaybench.texts import DISTINCT, FILLER, chat_body, checkpoint, own_prompt, pages
 from benchmarks.report import write_results
 from benchmarks.shares import Shares
 from penstock.api import headers, load_report
@@ -69,7 +68,6 @@ from penstock.gateway.picker.compiled import Compiled, installed, name_of
 from penstock.gateway.picker.request import Prompt, RequestView
 from penstock.gateway.process import Gateway, GatewaySettings
 from penstock.gateway.xds.listener import ListenerSettings
-from penstock.prompt.bundle import PromptBundle
 from penstock.prompt.memo import PrefixMemo
 from penstock.prompt.processor import PromptProcessor
 
@@ -102,25 +100,11 @@ RESPONSE = [
     (":status", "200"), ("content-type", "application/json"), ("endpoint-load-metrics", load_report.encode(REPORT, "TEXT")),
 ]  # fmt: skip
 OPEN_STREAMS = 1_000
-ROOT = Path(__file__).parents[1]
-FILLER = b"#"
-"""Stands for a prompt that is a request's own."""
-STEP = 7919
 
 
 def body_of(words: int) -> bytes:
     """A chat completion's body, of about four bytes a word."""
-    return _body(" ".join(f"w{n % 97}" for n in range(words)))
-
-
-def _body(content: str) -> bytes:
-    return json.dumps({"model": "m", "messages": [{"role": "user", "content": content}], "max_tokens": 16}).encode()
-
-
-def pages() -> bytes:
-    """This repository's pages, as they stand in a string of JSON; what is not ASCII is left out."""
-    texts = [page.read_text().encode("ascii", "ignore").decode() for page in sorted((ROOT / "docs").rglob("*.md"))]
-    return json.dumps("\n".join(texts)).encode()[1:-1]
+    return chat_body(" ".join(f"w{n % 97}" for n in range(words)))
 
 
 def unseen_words() -> bytes:
@@ -128,15 +112,7 @@ def unseen_words() -> bytes:
     return re.sub(rb"(.{6})", rb"\1 ", random.Random(0).randbytes(9_000_000).hex().encode())
 
 
-def checkpoint() -> PromptBundle:
-    """The tokenizer of the example's checkpoint."""
-    folder = ROOT / "examples" / "models" / "penstock-tiny"
-    of = PromptBundle.from_checkpoint(folder, served_names=("m",), block_size=16, hash_seed="bench", max_model_len=65_536)
-    return msgspec.structs.replace(of, chat_template=bundle().chat_template) if of.chat_template is None else of
-
-
 BODY, LONG_BODY = body_of(508), body_of(4_208)
-DISTINCT = {"2 kB": _body(FILLER.decode() * 1_900), "16 kB": _body(FILLER.decode() * 16_000)}
 
 
 class Play(Protocol):
@@ -155,14 +131,6 @@ def said(body: bytes = BODY, trace: str = "") -> tuple[bytes, bytes]:
     second = ProcessingRequest(request_body=HttpBody(body=body, end_of_stream=True))
     one, two = (prefixed(message.SerializeToString()) for message in (first, second))
     return one, two
-
-
-def own_prompt(texts: bytes, number: int, size: int) -> bytes:
-    """So many bytes of `texts`, others for each number."""
-    at = number * STEP % (len(texts) - 2 * size)
-    while texts[at - 1 : at] == b"\\" or texts[at + size - 1 : at + size] == b"\\":  # no half of an escape
-        at += 1
-    return texts[at : at + size]
 
 
 def trace_of(number: int) -> str:

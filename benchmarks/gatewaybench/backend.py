@@ -8,6 +8,7 @@ import zmq
 import zmq.asyncio
 from tokenizers import Tokenizer, models, pre_tokenizers
 
+from benchmarks.gatewaybench.texts import TEMPLATE, checkpoint
 from penstock.api import events as wire
 from penstock.api import headers, load_report
 from penstock.api.events import EventBatch
@@ -15,7 +16,6 @@ from penstock.api.load_report import LoadReport
 from penstock.prompt.bundle import PromptBundle
 
 WORDS = 97
-TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
 ANSWER = b'{"id":"x","object":"chat.completion","choices":[]}'
 REPORT_EVERY_S = 0.5
 REPORT = LoadReport(epoch=1, seq=1, max_num_seqs=256, prefill_tokens_per_s=50_000.0, decode_step_s=0.01)
@@ -78,7 +78,7 @@ def bundle() -> PromptBundle:
 
 def pages() -> dict[bytes, bytes]:
     """The answers by path."""
-    prompts = bundle()
+    prompts = checkpoint()
     orca = f"{headers.LOAD}: {load_report.encode(REPORT, 'TEXT')}\r\n"
     return {
         b"/v1/chat/completions": _page(ANSWER, orca),

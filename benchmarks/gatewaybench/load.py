@@ -2,37 +2,26 @@
 
 import asyncio
 import itertools
-import json
 import time
+from collections.abc import Iterator
 
 import numpy as np
 
-from benchmarks.gatewaybench.backend import WORDS
 from penstock.client.bench.arrivals import arrival_times, drive
 
 CLOSED = 0
 """In place of a rate: every connection asks as soon as it is answered."""
 
 
-def request(tokens: int) -> bytes:
-    """A chat request with a prompt of so many tokens."""
-    content = " ".join(f"w{n * 7 % WORDS}" for n in range(tokens))
-    body = json.dumps({"model": "m", "messages": [{"role": "user", "content": content}], "max_tokens": 16}).encode()
-    head = (
-        f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
-    )
-    return head.encode() + body
-
-
 class Client:
-    """One kept connection."""
+    """One kept connection, that asks what `requests` has next."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, what: bytes) -> None:
-        self._reader, self._writer, self._what = reader, writer, what
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, requests: Iterator[bytes]) -> None:
+        self._reader, self._writer, self._requests = reader, writer, requests
 
     async def ask(self) -> None:
         """One request and its answer; raises RuntimeError on anything but 200."""
-        self._writer.write(self._what)
+        self._writer.write(next(self._requests))
         head = await self._reader.readuntil(b"\r\n\r\n")
         if not head.startswith(b"HTTP/1.1 200"):
             raise RuntimeError(head.decode(errors="replace"))
@@ -43,9 +32,9 @@ class Client:
         self._writer.close()
 
 
-async def load(port: int, rate: float, seconds: float, connections: int, what: bytes) -> list[float]:
+async def load(port: int, rate: float, seconds: float, connections: int, requests: Iterator[bytes]) -> list[float]:
     """Latencies in seconds, sorted; those of an open loop count from the intended moment."""
-    clients = [Client(*await asyncio.open_connection("127.0.0.1", port), what) for _ in range(connections)]
+    clients = [Client(*await asyncio.open_connection("127.0.0.1", port), requests) for _ in range(connections)]
     try:
         for client in clients:
             await client.ask()
