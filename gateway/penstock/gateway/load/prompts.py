@@ -49,7 +49,7 @@ TOKENIZE_TIMEOUT_S = 0.5
 INLINE_BYTES = 4096
 """Up to here (about 0.3 ms) handing a prompt to a thread costs more than tokenising it."""
 REMEMBERED_BYTES = 32 * 1024
-"""Up to here it costs more than hashing a text of which all but so much is remembered (half a millisecond)."""
+"""Up to here a prompt of which all but so much is remembered is hashed without a thread, in about half a millisecond."""
 INLINE_PROMPTS = 16
 """Likewise: each prompt of a list is a call of the tokenizer's."""
 MAX_BUNDLE_BYTES = 256 * 2**20
