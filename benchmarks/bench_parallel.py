@@ -9,7 +9,7 @@ Parts, each in turn with what it is compared to, several times over:
 - a small model in the core's process, and in a worker process;
 - two pipeline stages with twice the streams of one process, with short answers and with long ones, beside two independent
   processes that have half of the layers each: what two stages would reach if nothing held one up;
-- a plan's way to the last of eight ranks that compute nothing, and back, all on one core;
+- a plan's way to the last of eight ranks, all on one core, and a step of theirs in which they compute nothing;
 - how evenly a skewed load of experts lies on ranks: expert after expert, and packed with redundant copies;
 - a mixture on two ranks that serve requests: how evenly their load lies before experts have moved, and afterwards.
 """
@@ -48,6 +48,8 @@ from penstock.engine.stats import ExpertStats
 PROMPT, OUTPUT, LONG_OUTPUT = 16, 40, 128
 CAME = "PENSTOCK_BENCH_CAME"
 """Names the file in which `EmptyRunner`s note times."""
+PASS_S = "PENSTOCK_BENCH_PASS_S"
+"""Seconds that their forward passes take."""
 LARGE = {"hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 16, "num_key_value_heads": 8, "vocab_size": 8192}
 HALF = {"hidden_size": 1024, "intermediate_size": 2048, "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 4096}
 MIXTURE = {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "hidden_size": 512, "intermediate_size": 512}
@@ -62,16 +64,19 @@ SMALL = {"hidden_size": 256, "intermediate_size": 704, "num_attention_heads": 4,
 
 
 class EmptyRunner:
-    """A rank that applies no plan and computes nothing. It notes when a plan has come, where `CAME` says."""
+    """A rank that applies no plan and computes nothing. It notes when a plan has come, where `CAME` says, and sleeps as long as
+    `PASS_S` says: so does a rank that waits for the others at the first sum of a forward pass."""
 
     def __init__(self, config: EngineConfig, group: Group | None = None) -> None:
         self._rows, self._rank = 0, 0 if group is None else group.rank
-        self._came = np.memmap(os.environ[CAME], np.float64, "r+")
+        self._came, self._pass_s = np.memmap(os.environ[CAME], np.float64, "r+"), float(os.environ[PASS_S])
 
     def execute(self, plan: StepPlan) -> None:
-        """Do nothing."""
+        """Sleep."""
         self._came[self._rank] = time.perf_counter()
         self._rows = len(plan.rows)
+        if self._pass_s:
+            time.sleep(self._pass_s)
 
     def sample(self, inputs: SampleInputs) -> StepResult:
         """Zeros."""
@@ -199,7 +204,18 @@ def worker_process(folder: Path, stack: ExitStack, rounds: int, streams: Sequenc
 
 
 def host_time(folder: Path, world: int, steps: int) -> dict[str, object]:
-    """A plan's way to ranks that compute nothing, and back, with all processes on one core."""
+    """A plan's way to ranks that compute nothing, and back, with all processes on one core.
+
+    The way there is that of steps whose forward pass takes longer: no rank samples before all have the plan. A whole step is one
+    with a forward pass of no time.
+    """
+    there, _ = _steps(folder, world, steps, pass_s=0.003)
+    _, whole = _steps(folder, world, steps, pass_s=0.0)
+    return {"ranks": world, "seconds_to_the_last": there, "seconds_a_step": whole}
+
+
+def _steps(folder: Path, world: int, steps: int, pass_s: float) -> tuple[float, float]:
+    """Medians of the seconds until a plan has come to the last rank, and until its result is there."""
     cores = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(cores)})
     model = ModelConfig(
@@ -208,7 +224,7 @@ def host_time(folder: Path, world: int, steps: int) -> dict[str, object]:
     parallel = ParallelConfig(tensor_parallel_size=world)
     config = EngineConfig(model=model, cache=CacheConfig(), scheduler=SchedulerConfig(), parallel=parallel)
     os.environ["PYTHONPATH"] = str(Path(__file__).parent)
-    os.environ[CAME] = str(folder / f"came-{world}")
+    os.environ[CAME], os.environ[PASS_S] = str(folder / f"came-{world}"), str(pass_s)
     came = np.memmap(os.environ[CAME], np.float64, "w+", shape=(world,))
     executor = ProcessExecutor(config, "bench_parallel:EmptyRunner")
     found, there = list[float](), list[float]()
@@ -227,15 +243,14 @@ def host_time(folder: Path, world: int, steps: int) -> dict[str, object]:
                 samples=np.ones(32, np.bool_),
             )
             began = time.perf_counter()
-            executor.submit(plan)
-            executor.sample(SampleInputs(step))
+            executor.submit(plan, masked=False)
             executor.collect()
             found.append(time.perf_counter() - began)
             there.append(float(came.max()) - began)
     finally:
         executor.close()
         os.sched_setaffinity(0, cores)
-    return {"ranks": world, "seconds_to_the_last": statistics.median(there), "seconds_a_step": statistics.median(found)}
+    return statistics.median(there), statistics.median(found)
 
 
 def packing(experts: int = 256, ranks: int = 8, seeds: int = 20) -> list[dict[str, object]]:
@@ -286,9 +301,8 @@ def experts_that_move(folder: Path, stack: ExitStack) -> dict[str, object]:
     }
 
 
-def show(figures: dict[str, Any]) -> None:
+def show(figures: dict[str, Any], console: Console) -> None:
     """Prints a table of each part."""
-    console = Console()
     table = Table("", "ms a token", title="Decode at batch 1, 378 MB of weights in bfloat16")
     for name, seconds in figures["tensor_parallel"]["seconds_a_token"].items():
         table.add_row(name, f"{1000 * seconds:.2f}")
@@ -305,10 +319,15 @@ def show(figures: dict[str, Any]) -> None:
     for name, row in figures["pipeline"].items():
         table.add_row(name, *(f"{value:.2f}" for value in row.values()))
     console.print(table)
-    for one in figures["host_time"]:
-        there, back = 1e6 * one["seconds_to_the_last"], 1e6 * one["seconds_a_step"]
-        console.print(f"a plan to the last of {one['ranks']} ranks on one core: {there:.0f} µs; and back: {back:.0f} µs")
+    show_host_time(figures, console)
     show_experts(figures, console)
+
+
+def show_host_time(figures: dict[str, Any], console: Console) -> None:
+    """Prints how long plans need to ranks that compute nothing."""
+    for one in figures["host_time"]:
+        there, whole = 1e6 * one["seconds_to_the_last"], 1e6 * one["seconds_a_step"]
+        console.print(f"{one['ranks']} ranks on one core: a plan to the last of them {there:.0f} µs; a whole step {whole:.0f} µs")
 
 
 def show_experts(figures: dict[str, Any], console: Console) -> None:
@@ -327,33 +346,34 @@ def show_experts(figures: dict[str, Any], console: Console) -> None:
     console.print(table)
 
 
-def main(rounds: int, streams: Sequence[int], save: bool, only_experts: bool) -> None:
-    """Runs all parts, or those on experts."""
-    figures: dict[str, Any] = {"packing": packing()}
+def main(rounds: int, streams: Sequence[int], save: bool, only: str | None) -> None:
+    """Runs all parts, or `only` those on experts or on the host's time."""
+    figures: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
-        with ExitStack() as stack:
-            figures["experts_that_move"] = experts_that_move(Path(folder), stack)
-        if not only_experts:
+        if only != "host-time":
+            figures["packing"] = packing()
+            with ExitStack() as stack:
+                figures["experts_that_move"] = experts_that_move(Path(folder), stack)
+        if only != "experts":
             figures["host_time"] = [host_time(Path(folder), world, 300) for world in (1, 2, 8)]
+        if only is None:
             with ExitStack() as stack:
                 figures["tensor_parallel"] = speed_up(Path(folder), stack, rounds)
             with ExitStack() as stack:
                 figures["worker_process"] = worker_process(Path(folder), stack, rounds, streams)
             with ExitStack() as stack:
                 figures["pipeline"] = pipeline(Path(folder), stack, rounds)
-    if only_experts:
-        show_experts(figures, Console())
-    else:
-        show(figures)
+    shows = {None: show, "experts": show_experts, "host-time": show_host_time}
+    shows[only](figures, Console())
     if save:
-        Console().print(f"written to {write_results('parallel-experts' if only_experts else 'parallel', figures)}")
+        Console().print(f"written to {write_results('parallel' if only is None else f'parallel-{only}', figures)}")
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 8, 32])
-    parser.add_argument("--experts", action="store_true", help="only the parts on experts")
+    parser.add_argument("--only", choices=["experts", "host-time"], help="only the parts on this")
     parser.add_argument("--no-save", action="store_true", help="writes no file")
     arguments = parser.parse_args()
-    main(arguments.rounds, arguments.streams, not arguments.no_save, arguments.experts)
+    main(arguments.rounds, arguments.streams, not arguments.no_save, arguments.only)

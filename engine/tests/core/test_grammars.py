@@ -300,7 +300,7 @@ def test_masks_are_sent_for_rows_with_a_grammar_alone_as_one_array(folder):
     submitted, sent = [], []
     for verb, seen in (("submit", submitted), ("sample", sent)):
         call = getattr(bench.device, verb)
-        setattr(bench.device, verb, lambda given, call=call, seen=seen: (seen.append(given), call(given)))
+        setattr(bench.device, verb, lambda given, *more, call=call, seen=seen: (seen.append(given), call(given, *more)))
     for index, grammar in enumerate((None, PAIRS, None, PAIRS, None)):
         bench.ask(index, grammar)
     bench.run()

@@ -272,10 +272,10 @@ def test_a_step_is_planned_while_another_runs_at_depth_two_alone(executor, depth
     core = EngineCore(config, running, 64, epoch=0)
     submit = running.submit
 
-    def counted(plan):
+    def counted(plan, masked):
         if plan.step_id == 2:
             submitted.release()
-        submit(plan)
+        submit(plan, masked)
 
     running.submit = counted
     core.handle(make_request(0, [1, 2, 3], 6))
@@ -344,9 +344,9 @@ def test_a_step_submits_sends_what_sampling_needs_and_waits_and_an_idle_one_does
     calls = []
 
     class Recorder(InlineExecutor):
-        def submit(self, plan):
+        def submit(self, plan, masked):
             calls.append("submit")
-            super().submit(plan)
+            super().submit(plan, masked)
 
         def sample(self, inputs):
             calls.append("sample")

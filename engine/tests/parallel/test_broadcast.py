@@ -24,7 +24,7 @@ def test_every_reader_gets_every_message_of_any_size_in_order():
             if theirs is not pairs[rank][1]:
                 theirs.close()
         found = list[bytes]()
-        for message in messages(ring, rank, pairs[rank][1]):
+        for message in messages(ring, rank, pairs[rank][1], bytes):
             found.append(message)
             if rank == 1 and len(found) % 100 == 0:
                 time.sleep(0.02)  # the writer has to wait for it
@@ -42,6 +42,27 @@ def test_every_reader_gets_every_message_of_any_size_in_order():
     assert ranks.results() == [sent] * 3
     assert waits[0] > 0, "the ring was never full"
     ring.close()
+
+
+def test_a_message_is_decoded_where_it_lies_and_only_then_taken():
+    ring, (ours, theirs) = Ring.create(1, size=256), socket.socketpair()
+    seen, taken = list[type](), list[int]()
+
+    def decode(message: memoryview | bytes) -> bytes:
+        seen.append(type(message))
+        taken.append(ring.taken(0))
+        return bytes(message)
+
+    reader, writer = messages(ring, 0, theirs, decode), Writer(ring, [ours], lambda: None)
+    for letter in b"abcdef":  # some of them would reach over the end
+        writer.send(bytes([letter]) * 100)
+        assert ring.holds_more(0)
+        assert next(reader) == bytes([letter]) * 100
+        assert not ring.holds_more(0)
+    assert set(seen) == {memoryview} and taken == [0, 100, 200, 356, 456, 612]
+    ours.close()
+    assert list(reader) == []
+    theirs.close()
 
 
 def test_a_writer_does_not_wait_for_ever_for_a_reader_that_is_gone():
@@ -66,4 +87,4 @@ def test_no_memory_for_plans_is_refused_with_its_size():
             Ring.create(2)
         return str(error.value)
 
-    assert Ranks(1, life).results() == ["plans for 2 ranks need 1,048,704 bytes of shared memory: File too large"]
+    assert Ranks(1, life).results() == ["plans for 2 ranks need 1,048,768 bytes of shared memory: File too large"]

@@ -21,6 +21,7 @@ from penstock.engine.config import ConfigError, EngineConfig, ParallelConfig
 from penstock.engine.core.ipc.client import CoreClient, CoreError
 from penstock.engine.core.ipc.inproc import InprocClient
 from penstock.engine.core.ipc.process import build_core, build_executor
+from penstock.engine.core.plan import SampleInputs
 from penstock.engine.messages import Control, StepOutputs
 from penstock.engine.parallel.errors import GroupFailed
 from penstock.engine.parallel.fingerprint import check_same, fingerprint
@@ -197,7 +198,7 @@ def test_calls_beside_steps_do_not_wait_for_them(start):
     engine.core.handle(make_request(0, [STUCK_TOKEN], 3))
     plan = engine.core.scheduler.schedule(time.time())
     assert plan is not None
-    engine.executor.submit(plan)
+    engine.executor.submit(plan, masked=True)
     assert engine.executor.call_beside("take_reads") == [{}, {}]
 
 
@@ -209,8 +210,20 @@ def test_a_forward_pass_begins_before_its_masks_are_there(start, eventually, tmp
     engine.core.handle(make_request(0, [1, 2], 3))
     plan = engine.core.scheduler.schedule(time.time())
     assert plan is not None
-    engine.executor.submit(plan)
+    engine.executor.submit(plan, masked=True)
     eventually(begun.exists)
+    engine.executor.sample(SampleInputs(plan.step_id))
+    assert engine.executor.collect().step_id == plan.step_id
+
+
+def test_steps_without_masks_are_one_message(start, monkeypatch):
+    """Each wakes all ranks, and has to be decoded by each of them."""
+    engine, sent = start(2), []
+    node = engine.executor._nodes[0]
+    send = node.send
+    monkeypatch.setattr(node, "send", lambda order: (sent.append(order), send(order)))
+    engine.run((0, [1, 2, 3], 9))
+    assert len(sent) == engine.core.num_steps == 9
 
 
 @pytest.mark.req("DX-24")

@@ -31,12 +31,14 @@ class Stages:
         self.call("load")
         self.call("initialize_kv_cache", NUM_BLOCKS)
 
-    def submit(self, plan: StepPlan) -> None:
+    def submit(self, plan: StepPlan, masked: bool) -> None:
         sampled, self._sampled = self._sampled, []
         for runner in self.runners:
             for step in sampled if runner is not self.runners[-1] else ():
                 runner.follow(step)
             runner.execute(plan)
+        if not masked:
+            self.sample(SampleInputs(plan.step_id))
 
     def sample(self, inputs: SampleInputs) -> None:
         self._results.append([runner.sample(inputs) for runner in self.runners][-1])

@@ -269,11 +269,11 @@ def test_every_stage_has_a_plan_and_no_request_two(staged):
     in_flight, full, turns, busy = list[set[int]](), 0, 0, 0
     submit, collect = executor.submit, executor.collect
 
-    def submitted(plan):
+    def submitted(plan, masked):
         decodes = set(plan.rows[plan.samples].tolist())
         assert not any(decodes & rows for rows in in_flight), "a request is in two plans"
         in_flight.append(decodes)
-        submit(plan)
+        submit(plan, masked)
 
     def collected():
         nonlocal full, turns, busy

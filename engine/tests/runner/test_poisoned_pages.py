@@ -48,14 +48,14 @@ class PoisoningExecutor(InlineExecutor):
         self._taken += blocks
         return blocks
 
-    def submit(self, plan: StepPlan) -> None:
+    def submit(self, plan: StepPlan, masked: bool) -> None:
         empty = [block for block in self._pool.free_list if self._pool._names[block] is None]
         pages = torch.tensor([*empty, *self._taken], dtype=torch.int64)
         for cache in self._kv_caches:
             cache[pages] = float("nan")
         self.num_poisoned += len(self._taken)
         self._taken = []
-        super().submit(plan)
+        super().submit(plan, masked)
 
 
 def requests() -> list[AddRequest]:

@@ -38,9 +38,9 @@ class Side:
         self.tokens, self.finished, self.computed = {}, {}, 0
         submit = executor.submit
 
-        def counted(plan):
+        def counted(plan, masked):
             self.computed += int((plan.num_new_tokens[: len(plan.rows)]).sum()) - int(plan.num_drafts.sum())
-            submit(plan)
+            submit(plan, masked)
 
         executor.submit = counted
 

@@ -204,8 +204,8 @@ class EngineCore:
             self._submitted.append(_Submitted(plan, time.perf_counter(), ends))
             if self._wave is not None:
                 self._wave.begin()
-            self._executor.submit(plan)
-            self._unsampled = True
+            self._unsampled = self.scheduler.is_masked
+            self._executor.submit(plan, self._unsampled)
             self._sample()
         if self._submitted:
             outputs = self._retire()

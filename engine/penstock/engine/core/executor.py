@@ -180,12 +180,12 @@ class Runner(Protocol):
 class Executor(Protocol):
     """Runs plans in the order in which they are submitted."""
 
-    def submit(self, plan: StepPlan) -> None:
-        """Begins a step."""
+    def submit(self, plan: StepPlan, masked: bool) -> None:
+        """Begins a step. One that is not `masked` is sampled, too."""
         ...
 
     def sample(self, inputs: SampleInputs) -> None:
-        """Sends what the sampling of the step submitted last needs; while its forward pass runs, where that runs elsewhere."""
+        """Sends the masks of the step submitted last, which is `masked`. Its forward pass may be running."""
         ...
 
     def collect(self) -> StepResult:
@@ -223,12 +223,14 @@ class InlineExecutor:
         self._results: deque[StepResult | Pending | StepFailed] = deque()
         self._failed: StepFailed | None = None
 
-    def submit(self, plan: StepPlan) -> None:
+    def submit(self, plan: StepPlan, masked: bool) -> None:
         """Runs the forward pass."""
         try:
             self._runner.execute(plan)
         except StepFailed as error:
             self._failed = error
+        if not masked:
+            self.sample(SampleInputs(plan.step_id))
 
     def sample(self, inputs: SampleInputs) -> None:
         """Samples what the forward pass has left."""
@@ -267,9 +269,11 @@ class ThreadExecutor:
         self._executing: deque[Future[None]] = deque()
         self._sampling: deque[Future[StepResult | Pending]] = deque()
 
-    def submit(self, plan: StepPlan) -> None:
+    def submit(self, plan: StepPlan, masked: bool) -> None:
         """Queues the forward pass."""
         self._executing.append(self._thread.submit(self._runner.execute, plan))
+        if not masked:
+            self.sample(SampleInputs(plan.step_id))
 
     def sample(self, inputs: SampleInputs) -> None:
         """Queues the sampling behind it."""

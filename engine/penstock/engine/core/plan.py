@@ -243,18 +243,23 @@ def ints(array: Int32 | Int64) -> list[int]:
     return cast("list[int]", array.tolist())
 
 
-_DTYPES = {"i": np.int32, "f": np.float32, "b": np.bool_}
+_DTYPES = {"i": np.dtype(np.int32), "f": np.dtype(np.float32), "?": np.dtype(np.bool_)}
 
 
 def enc_hook(value: Any) -> Any:
-    """msgspec hook: a numpy array as (kind, shape, bytes)."""
+    """msgspec hook: a numpy array as (type, bytes), with its shape where it has several dimensions; 0 is `NONE`."""
     if isinstance(value, np.ndarray):
-        array = cast(npt.NDArray[Any], value)
-        return (array.dtype.kind, array.shape, array.tobytes())
+        array = cast("npt.NDArray[Any]", value)  # quoted: to build that type for each array takes most of an encoder's time
+        kind = array.dtype.char
+        if array.ndim != 1:
+            return kind, array.tobytes(), array.shape
+        return (kind, array.tobytes()) if array.size or kind != "i" else 0
     raise TypeError(f"{type(value).__name__} has no place in a plan")
 
 
 def dec_hook(_kind: type, value: Any) -> Any:
     """msgspec hook: the inverse of `enc_hook`."""
-    kind, shape, data = value
-    return np.frombuffer(data, dtype=_DTYPES[kind]).reshape(shape)
+    if not value:
+        return NONE
+    array = np.frombuffer(value[1], _DTYPES[value[0]])
+    return array if len(value) == 2 else array.reshape(value[2])

@@ -119,10 +119,10 @@ class ProcessExecutor:
         """Progress by rank: the number of collectives, and their time."""
         return [mark for node in self._nodes for mark in node.progress()]
 
-    def submit(self, plan: StepPlan) -> None:
+    def submit(self, plan: StepPlan, masked: bool) -> None:
         """Sends the plan to all ranks, at once: the core fills masks while they compute."""
         sampled, self._sampled = self._sampled, []
-        self._send(Submit(plan, sampled))
+        self._send(Submit(plan, masked, sampled))
 
     def sample(self, inputs: SampleInputs) -> None:
         """Sends it to all ranks."""

@@ -60,12 +60,14 @@ class Submit(msgspec.Struct, frozen=True, tag="submit"):
     """Apply a plan and run its forward pass."""
 
     plan: StepPlan
+    masked: bool
+    """Whether a `Sample` follows. False: sample without one."""
     sampled: list[SampledTokens] = []
     """Of the steps that have ended since the plan before: what the last pipeline stage tells the others."""
 
 
 class Sample(msgspec.Struct, frozen=True, tag="sample"):
-    """Sample the step submitted last."""
+    """Sample the step submitted last, under masks."""
 
     inputs: SampleInputs
 
@@ -149,7 +151,7 @@ def dec_hook(kind: type, value: Any) -> Any:
 _encoder = msgspec.msgpack.Encoder(enc_hook=_enc_hook)
 encode = _encoder.encode
 decode_start = msgspec.msgpack.Decoder(WorkerStart, dec_hook=dec_hook).decode
-decode_order = msgspec.msgpack.Decoder(Order, dec_hook=dec_hook).decode
+decode_order = msgspec.msgpack.Decoder(Order, dec_hook=columns.dec_hook).decode
 decode_reply = msgspec.msgpack.Decoder(Reply, dec_hook=dec_hook).decode
 
 

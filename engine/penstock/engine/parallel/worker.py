@@ -20,7 +20,7 @@ import msgspec
 
 from penstock.engine.config import ConfigError
 from penstock.engine.core.executor import Pending, Runner, StepFailed
-from penstock.engine.core.plan import StepResult
+from penstock.engine.core.plan import SampleInputs, StepResult
 from penstock.engine.models.layers.shard import Stage
 from penstock.engine.parallel import words
 from penstock.engine.parallel.broadcast import Ring, messages
@@ -88,23 +88,28 @@ class Worker:
     def obey(self, order: words.Order) -> None:
         """Carries out one order."""
         match order:
-            case Submit(plan, sampled):
+            case Submit(plan, masked, sampled):
                 for step in () if self._stage.last else sampled:
                     self.runner.follow(step)
                 try:
                     self.runner.execute(plan)
                 except StepFailed as error:
                     self._failed = error
+                if not masked:
+                    self._sample(SampleInputs(plan.step_id))
             case Sample(inputs):
-                failed, self._failed = self._failed, None
-                try:
-                    self._sampled.append(failed or self.runner.sample(inputs))
-                except StepFailed as error:
-                    self._sampled.append(error)
-                self.retire(waits=False)
+                self._sample(inputs)
             case Call():
                 self.retire(waits=True)
                 self._reply(answer(self.runner, order))
+
+    def _sample(self, inputs: SampleInputs) -> None:
+        failed, self._failed = self._failed, None
+        try:
+            self._sampled.append(failed or self.runner.sample(inputs))
+        except StepFailed as error:
+            self._sampled.append(error)
+        self.retire(waits=False)
 
     def retire(self, waits: bool) -> None:
         """Tells the results of steps that have been sampled; `waits` for those that are on their way too."""
@@ -162,10 +167,10 @@ def main(main_fd: int, beside_fd: int) -> int:
         worker = Worker(start, None if alone else SharedMemory(start.memory, parallel.tensor_parallel_size), bell)
         send_frame(bell, words.encode(Hello(fingerprint(start.config))))
         threading.Thread(target=_beside, args=[worker.runner, beside], name="beside", daemon=True).start()
-        orders = messages(Ring(start.ring, start.readers), start.rank % start.readers, bell)
-        for order in orders:
-            worker.obey(words.decode_order(order))
-            if not _is_readable(bell):
+        ring, reader = Ring(start.ring, start.readers), start.rank % start.readers
+        for order in messages(ring, reader, bell, words.decode_order):
+            worker.obey(order)
+            if not ring.holds_more(reader):
                 worker.retire(waits=True)
     except ConnectionError:
         return 0
@@ -174,14 +179,6 @@ def main(main_fd: int, beside_fd: int) -> int:
         send_frame(bell, words.encode(Broken(f"{type(error).__name__}: {error}")))
         return 1
     return 0
-
-
-def _is_readable(stream: socket.socket) -> bool:
-    """Whether another order is there."""
-    try:
-        return bool(stream.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT))
-    except BlockingIOError:
-        return False
 
 
 def _beside(runner: Runner, stream: socket.socket) -> None:

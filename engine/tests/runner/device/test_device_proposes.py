@@ -64,9 +64,9 @@ class Drafting(Engine):
             plan = runner._launched.plan
             return Watched(sample(inputs), plan, self.counts)
 
-        def submitted(plan) -> None:
+        def submitted(plan, masked) -> None:
             self.in_flight[len(self.core.scheduler._in_flight)] += 1
-            submit(plan)
+            submit(plan, masked)
 
         runner.sample, self.executor.submit = watched, submitted
 
@@ -160,10 +160,10 @@ def test_a_plan_with_drafts_is_alone_in_flight_and_others_are_not(path, build_de
     free = Drafting(build_device_runner, path, 2, proposer=Guesses(tokens, 1.0))
     scheduler, submit = free.core.scheduler, free.executor.submit
 
-    def submitted(plan) -> None:
+    def submitted(plan, masked) -> None:
         flights = [flight.plan for flight in scheduler._in_flight._flights]
         assert len(flights) == 1 or not any(len(flight.num_drafts) for flight in flights)
-        submit(plan)
+        submit(plan, masked)
 
     free.executor.submit = submitted
     assert free.run(asked) == tokens

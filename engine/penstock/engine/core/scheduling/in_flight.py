@@ -58,9 +58,14 @@ class InFlight:
         return held[rows]
 
     @property
+    def is_masked(self) -> bool:
+        """Whether the newest plan has rows that sample under a mask."""
+        return len(self._flights[-1].masked) > 0
+
+    @property
     def awaits_masks(self) -> bool:
         """Whether the newest plan cannot be sampled before the result of the one before it is taken in."""
-        return not self._exclusive and len(self._flights) > 1 and len(self._flights[-1].masked) > 0
+        return not self._exclusive and len(self._flights) > 1 and self.is_masked
 
     def sample_inputs(self) -> SampleInputs:
         """What the sampling of the newest plan needs; not while `awaits_masks`."""

@@ -290,6 +290,11 @@ class Scheduler:
         return plan
 
     @property
+    def is_masked(self) -> bool:
+        """Whether the plan made last has rows that sample under a mask."""
+        return self._in_flight.is_masked
+
+    @property
     def awaits_masks(self) -> bool:
         """Whether the plan made last cannot be sampled before the result of the one before it has been taken in."""
         return self._in_flight.awaits_masks
