@@ -88,6 +88,10 @@ class Side:
         self._away_s, self._left = 0.0, time.process_time()
         runner._clock = lambda: time.process_time() - self._away_s
         self._first, self._running = 0, 0
+        self._begun: set[int] = set()
+        """Of those that run, who have given a token."""
+        self._warm = False
+        """Whether the last step was one of decodes alone, of all streams."""
         self._waiting: deque[AddRequest] = deque()
         self._drafts = (0, 0, 0)
         self.answers: dict[int, list[int]] = {}
@@ -115,15 +119,21 @@ class Side:
 
     @property
     def rate(self) -> float:
-        """Tokens a CPU second in steps of all streams that took in no prompt. One of prompts takes as long as many others and has
-        no drafts. At the end no request waits, and steps of the streams that go on give less for their time."""
+        """Tokens a CPU second in steps of all streams that took in no prompt, nor follow one that did.
+
+        A step of prompts takes as long as many others and has no drafts. At the end no request waits, and steps of the streams
+        that go on give less for their time.
+        """
         return self._decoded / self._cpu_s
 
     def turn(self) -> None:
         """Goes on for some steps."""
         self._away_s += time.process_time() - self._left
         for _ in range(SLICE):
-            counts = self._running == self._streams
+            # A request reads its prompt until its first token, which may take several steps. The step behind them finds nothing
+            # in the caches, on either side; where drafts end requests at several times there are more of such.
+            decodes = self._running == self._streams == len(self._begun)
+            counts, self._warm = decodes and self._warm, decodes
             while self._waiting and self._running < self._streams:
                 self._core.handle(self._waiting.popleft())
                 self._running += 1
@@ -139,11 +149,13 @@ class Side:
                 raise RuntimeError(f"a request failed: {failed[0]}")
             offsets, ids = np.frombuffer(frame.offsets, np.int32), np.frombuffer(frame.token_ids, np.int32)
             for at, index in enumerate(np.frombuffer(frame.indexes, np.int64).tolist()):
+                self._begun.add(index)
                 self.answers.setdefault(index - self._offset, []).extend(ids[offsets[at] : offsets[at + 1]].tolist())
             self.tokens += len(ids)
             if counts:
                 self._decoded, self._cpu_s = self._decoded + len(ids), self._cpu_s + took
             self._running -= len(frame.finished)
+            self._begun -= {end.index for end in frame.finished}
         self._left = time.process_time()
 
     def take_drafts(self) -> tuple[int, int, int]:
