@@ -215,8 +215,7 @@ class Executor(Protocol):
 
 class InlineExecutor:
     """Runs each step at once, in the caller's thread. On a CPU nothing overlaps. On a device the step is launched at once, and
-    only
-    the caller that collects the result waits."""
+    only the caller that collects the result waits."""
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
@@ -239,6 +238,10 @@ class InlineExecutor:
             self._results.append(failed or self._runner.sample(inputs))
         except StepFailed as error:
             self._results.append(error)
+
+    def has_result(self, waits: bool) -> bool:
+        """Whether there is a result to collect. One that is on its way counts where the caller `waits` for it."""
+        return bool(self._results) and (waits or isinstance(self._results[0], StepResult | StepFailed))
 
     def collect(self) -> StepResult:
         """The oldest result."""

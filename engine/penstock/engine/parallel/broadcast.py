@@ -66,10 +66,10 @@ class Ring:
         self.map[at : at + len(data)] = data
         _MARK.pack_into(self.map, _LINE * self.readers, position + len(data))
 
-    def view(self, whole: memoryview, position: int, count: int) -> memoryview:
-        """What has been written, as a part of the `whole` memory."""
+    def view(self, position: int, count: int) -> memoryview:
+        """What has been written, where it lies."""
         at = self._base + position % self.size
-        return whole[at : at + count]
+        return memoryview(self.map)[at : at + count]
 
     def close(self) -> None:
         """Lets go of it; safe to call twice."""
@@ -118,14 +118,15 @@ class Writer:
 def messages(ring: Ring, reader: int, bell: socket.socket, decode: Callable[[memoryview | bytes], T]) -> Iterator[T]:
     """What the writer sends to one reader, until the writer closes its socket. A message that has come in one part is decoded
     where it lies: `decode` must copy what it keeps."""
-    parts, whole = list[bytes](), memoryview(ring.map)
+    parts = list[bytes]()
     while rung := bell.recv(_BELL.size, socket.MSG_WAITALL):
         position, size, more = _BELL.unpack(rung)
-        part = ring.view(whole, position, size)
-        if more or parts:
+        part = ring.view(position, size)
+        if more:
             parts.append(bytes(part))
-        message = None if more else decode(b"".join(parts) if parts else part)
+            ring.take(reader, position + size)
+            continue
+        message = decode(b"".join([*parts, part]) if parts else part)
         ring.take(reader, position + size)
-        if message is not None:
-            parts.clear()
-            yield message
+        parts.clear()
+        yield message

@@ -12,15 +12,14 @@ import signal
 import socket
 import sys
 import threading
-from collections import deque
 from importlib import import_module
 from typing import Any, get_type_hints
 
 import msgspec
 
 from penstock.engine.config import ConfigError
-from penstock.engine.core.executor import Pending, Runner, StepFailed
-from penstock.engine.core.plan import SampleInputs, StepResult
+from penstock.engine.core.executor import InlineExecutor, Runner, StepFailed
+from penstock.engine.core.plan import StepResult
 from penstock.engine.models.layers.shard import Stage
 from penstock.engine.parallel import words
 from penstock.engine.parallel.broadcast import Ring, messages
@@ -82,8 +81,7 @@ class Worker:
             groups["expert_group"] = expert_group(start.experts, rank, parallel, patience, config.cpu_isa, number)
         self.runner: Runner = make(config, **groups)
         self._stage, self._tells = stage, stage.last and rank == 0
-        self._sampled: deque[StepResult | Pending | StepFailed] = deque()
-        self._failed: StepFailed | None = None
+        self._steps = InlineExecutor(self.runner)
 
     def obey(self, order: words.Order) -> None:
         """Carries out one order."""
@@ -91,40 +89,25 @@ class Worker:
             case Submit(plan, masked, sampled):
                 for step in () if self._stage.last else sampled:
                     self.runner.follow(step)
-                try:
-                    self.runner.execute(plan)
-                except StepFailed as error:
-                    self._failed = error
-                if not masked:
-                    self._sample(SampleInputs(plan.step_id))
+                self._steps.submit(plan, masked)
+                self.retire(waits=False)
             case Sample(inputs):
-                self._sample(inputs)
+                self._steps.sample(inputs)
+                self.retire(waits=False)
             case Call():
                 self.retire(waits=True)
                 self._reply(answer(self.runner, order))
 
-    def _sample(self, inputs: SampleInputs) -> None:
-        failed, self._failed = self._failed, None
-        try:
-            self._sampled.append(failed or self.runner.sample(inputs))
-        except StepFailed as error:
-            self._sampled.append(error)
-        self.retire(waits=False)
-
     def retire(self, waits: bool) -> None:
         """Tells the results of steps that have been sampled; `waits` for those that are on their way too."""
-        while self._sampled and (waits or isinstance(self._sampled[0], StepResult | StepFailed)):
-            step = self._sampled.popleft()
+        while self._steps.has_result(waits):
             try:
-                if not isinstance(step, StepResult | StepFailed):
-                    step = step.result()
+                reply = self._told(self._steps.collect())
             except StepFailed as error:
-                step = error
-            self._reply(self._told(step))
+                reply = StepLost(str(error))
+            self._reply(reply)
 
-    def _told(self, step: StepResult | StepFailed) -> Reply:
-        if isinstance(step, StepFailed):
-            return StepLost(str(step))
+    def _told(self, step: StepResult) -> Reply:
         if not self._stage.last:
             return Retired(b"", None, step.encoder_s)  # it has no tokens to compare
         return Retired(words.digest_of(step), step if self._tells else None)
