@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from fcntl import F_DUPFD, fcntl
 from multiprocessing import forkserver, get_context, resource_tracker
 from multiprocessing.context import ForkServerProcess
@@ -39,7 +39,8 @@ class Forked:
 
     def send_signal(self, number: int) -> None:
         if self.poll() is None:
-            os.kill(self.pid, number)
+            with suppress(ProcessLookupError):  # as `Popen` does: the fork server may have reaped it, and says so a moment later
+                os.kill(self.pid, number)
 
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
