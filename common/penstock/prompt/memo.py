@@ -52,6 +52,10 @@ class Node(NamedTuple):
     """Tokens after that block."""
 
 
+class Unremembered(Exception):
+    """The tokenizer would have to read more than it may."""
+
+
 class Rest(NamedTuple):
     """What is not remembered of a text: all of it from some piece on."""
 
@@ -86,19 +90,33 @@ class PrefixMemo:
         self._lock = Lock()
         self.bytes = 0
 
-    def hashed(self, path: str, body: Mapping[str, Any], extra: ExtraKeys) -> list[HashedPrompt]:
-        """Token counts and block hashes of the prompts in a request's body; raises as `PromptProcessor.tokens_of` does."""
+    def hashed(self, path: str, body: Mapping[str, Any], extra: ExtraKeys, most: int | None = None) -> list[HashedPrompt]:
+        """Token counts and block hashes of the prompts in a request's body; raises as `PromptProcessor.tokens_of` does.
+
+        Args:
+            path: Of the request.
+            body: Of the request.
+            extra: What forks the hashes.
+            most: Characters that the tokenizer may be asked to read of a text; `Unremembered` is raised where it would be more,
+                and for prompts of which nothing is remembered as text. None: there is no limit.
+        """
         if body.get("truncate_prompt_tokens") is not None:  # what is kept begins elsewhere each time
+            if most is not None:
+                raise Unremembered
             return [self._ids(ids, extra) for ids in self.processor.tokens_of(path, body)]
         if images := self.processor.images_of(path, body):
+            if most is not None:
+                raise Unremembered
             [ids] = self.processor.tokens_of(path, body)
             return [self._with_images(path, ids, images, extra)]
         given = self.processor.prompts_of(path, body)
-        prompts = [self._text(prompt, extra) if isinstance(prompt, TextPrompt) else self._ids(prompt, extra) for prompt in given]
+        prompts = [
+            self._text(prompt, extra, most) if isinstance(prompt, TextPrompt) else self._ids(prompt, extra) for prompt in given
+        ]
         refuse_empty(path, [prompt.tokens for prompt in prompts])
         return prompts
 
-    def _text(self, prompt: TextPrompt, extra: ExtraKeys) -> HashedPrompt:
+    def _text(self, prompt: TextPrompt, extra: ExtraKeys, most: int | None) -> HashedPrompt:
         text, special, param = prompt
         self.processor.check_length(text, param)
         before: list[int] = []
@@ -117,6 +135,8 @@ class PrefixMemo:
             alone = special and self._wrap is None
 
             def encode(texts: list[str]) -> list[list[int]]:
+                if most is not None and sum(map(len, texts)) > most:
+                    raise Unremembered
                 return self.processor.encode_pieces(texts, alone, param)
 
             added = self._encoded(nodes, Rest(pieces[len(nodes) :], encode, alone, [] if nodes else before, after), extra)

@@ -17,7 +17,7 @@ from penstock.prompt.bundle import PromptBundle
 from penstock.prompt.cuts import Cutter
 from penstock.prompt.errors import PromptError
 from penstock.prompt.hashing import BlockHasher, ExtraKeys
-from penstock.prompt.memo import NODE_BYTES, HashedPrompt, PrefixMemo
+from penstock.prompt.memo import NODE_BYTES, HashedPrompt, PrefixMemo, Unremembered
 from penstock.prompt.processor import CHAT_PATH, COMPLETIONS_PATH, RESPONSES_PATH, PromptProcessor
 
 LLAMA3 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -269,6 +269,19 @@ def test_the_next_turn_tokenises_its_new_part_alone(monkeypatch: pytest.MonkeyPa
     assert new <= counts[1] <= new + 40  # the new tokens, and what is left of the last piece
     memo.hashed(CHAT_PATH, {"messages": messages}, ExtraKeys(tenant="other"))
     assert counts[2:] == [second.tokens]  # nothing is shared between those who share no cache
+
+
+def test_only_so_much_is_read_at_once() -> None:
+    processor = processor_of("qwen")
+    memo = PrefixMemo(processor)
+    text = "the river turns the wheel " * 400
+    with pytest.raises(Unremembered):
+        memo.hashed(COMPLETIONS_PATH, {"prompt": text}, ExtraKeys(), len(text) - 1)
+    whole = memo.hashed(COMPLETIONS_PATH, {"prompt": text}, ExtraKeys(), len(text))
+    assert memo.hashed(COMPLETIONS_PATH, {"prompt": text}, ExtraKeys(), 0) == whole, "what is remembered is not read"
+    for unread in ({"prompt": text, "truncate_prompt_tokens": 8}, {"prompt": text + "and turns"}):
+        with pytest.raises(Unremembered):
+            memo.hashed(COMPLETIONS_PATH, unread, ExtraKeys(), 0)
 
 
 @pytest.mark.parametrize(

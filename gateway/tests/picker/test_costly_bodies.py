@@ -65,16 +65,16 @@ async def test_threads_that_are_overdue_are_counted_until_they_end(monkeypatch: 
     try:
         for _ in range(prompts.THREADS):
             with pytest.raises(TimeoutError):
-                await library._work(False, stuck)
+                await library._work(stuck)
         for _ in range(5):
             with pytest.raises(TimeoutError):
-                await library._work(False, lambda: started.append(2))
+                await library._work(lambda: started.append(2))
         assert len(started) <= prompts.THREADS, "what nobody would have waited for was not even queued"
-        assert await library._work(True, lambda: 7) == 7, "small prompts need no thread"
+        assert await library._hashed(lambda _: 7, prompts.INLINE_BYTES) == 7, "small prompts need no thread"
         go_on.set()
         await none_overdue(library)
         monkeypatch.setattr(prompts, "TOKENIZE_TIMEOUT_S", 10.0)
-        assert await library._work(False, lambda: 8) == 8
+        assert await library._work(lambda: 8) == 8
     finally:
         go_on.set()
         library.close()
@@ -84,15 +84,15 @@ async def test_what_had_not_begun_is_not_done_at_all(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(prompts, "TOKENIZE_TIMEOUT_S", 0.05)
     library, go_on, done = PromptLibrary(FleetState()), threading.Event(), list[int]()
     try:
-        busy = [asyncio.create_task(library._work(False, lambda: go_on.wait(10))) for _ in range(prompts.THREADS)]
+        busy = [asyncio.create_task(library._work(lambda: go_on.wait(10))) for _ in range(prompts.THREADS)]
         await asyncio.sleep(0)
         with pytest.raises(TimeoutError):
-            await library._work(False, lambda: done.append(1))
+            await library._work(lambda: done.append(1))
         go_on.set()
         await asyncio.gather(*busy, return_exceptions=True)
         await none_overdue(library)
         monkeypatch.setattr(prompts, "TOKENIZE_TIMEOUT_S", 10.0)
-        assert await library._work(False, lambda: 8) == 8
+        assert await library._work(lambda: 8) == 8
         assert done == []
     finally:
         go_on.set()

@@ -214,6 +214,24 @@ async def test_a_large_prompt_leaves_the_event_loop_its_turns(fleet: Replicas, m
     assert (await task).unknown is None
 
 
+async def test_a_longer_prompt_needs_no_thread_once_most_of_it_is_remembered(
+    fleet: Replicas, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await fleet.add(bundle(max_model_len=10_000))
+    await fleet.learnt(1)
+    handed: list[object] = []
+    submit = fleet.library._pool.submit
+    monkeypatch.setattr(fleet.library._pool, "submit", lambda job: handed.append(job) or submit(job))
+    text = TEXT * (2 * prompts.INLINE_BYTES // len(TEXT))
+    first = await fleet.tokenize({"prompt": text})
+    assert len(handed) == 1
+    again = await fleet.tokenize({"prompt": text})
+    assert len(handed) == 1
+    assert (first.unknown, again.prompts) == (None, first.prompts)
+    await fleet.tokenize({"prompt": text * (1 + prompts.REMEMBERED_BYTES // len(text))})
+    assert len(handed) == 2
+
+
 async def test_many_replicas_of_one_bundle_are_one_download_and_one_processor(
     fleet: Replicas, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,11 +1,11 @@
 """From a request's body to token counts and block hashes, with the replicas' own tokenizer and template.
 
 Each ready Penstock replica serves its `PromptBundle`. For other engines, a folder with the tokenizer can be given. Bundles that
-count
-and hash alike share one memory of prefixes. During a rollout prompts are hashed for both revisions.
+count and hash alike share one memory of prefixes. During a rollout prompts are hashed for both revisions.
 """
 
 import asyncio
+import contextlib
 import logging
 import sys
 import time
@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import aiohttp
 
@@ -29,10 +29,11 @@ from penstock.http.replica_answers import body_of
 from penstock.plain_errors import words_of
 from penstock.prompt.bundle import PromptBundle
 from penstock.prompt.errors import PromptError
-from penstock.prompt.memo import PrefixMemo
+from penstock.prompt.memo import PrefixMemo, Unremembered
 from penstock.prompt.processor import PromptProcessor
 
 log = logging.getLogger(__name__)
+_T = TypeVar("_T")
 
 THREADS = 2
 TICK_S = 0.25
@@ -46,6 +47,8 @@ TOKENIZE_TIMEOUT_S = 0.5
 """A pick is not worth more: the request then goes without residency."""
 INLINE_BYTES = 4096
 """Up to here (about 0.3 ms) handing a prompt to a thread costs more than tokenising it."""
+REMEMBERED_BYTES = 32 * 1024
+"""Up to here a prompt of which all but so much is remembered is hashed without a thread, in about half a millisecond."""
 INLINE_PROMPTS = 16
 """Likewise: each prompt of a list is a call of the tokenizer's."""
 MAX_BUNDLE_BYTES = 256 * 2**20
@@ -128,17 +131,17 @@ class PromptLibrary:
             tenant: Whose request it is: the engine keeps the caches of tenants apart.
             adapter: The LoRA adapter: no KV is shared between adapters.
         """
-        extra, inline = extra_keys(body, tenant, adapter), len(raw) <= INLINE_BYTES and not _many(body)
+        extra, size = extra_keys(body, tenant, adapter), sys.maxsize if _many(body) else len(raw)
         spaces, silent = self._spaces(replicas)
         if not spaces:
             try:
-                prompts = await self._work(inline, lambda: by_bytes(body, extra))
+                prompts = by_bytes(body, extra) if size <= INLINE_BYTES else await self._work(lambda: by_bytes(body, extra))
             except (PromptError, TimeoutError):  # megabytes: not worth the wait
                 prompts = (Prompt(guessed_tokens(raw)),)
             return TokenizedPrompts(prompts=prompts, comparable=silent, unknown="no replica has given its prompt bundle yet")
         memos = [self._memos[space] for space in spaces]
         try:
-            hashed = await self._work(inline, lambda: [exact(memo, path, body, extra) for memo in memos])
+            hashed = await self._hashed(lambda most: [exact(memo, path, body, extra, most) for memo in memos], size)
         except (PromptError, TimeoutError) as error:
             why = str(error) or f"tokenising took more than {TOKENIZE_TIMEOUT_S} s"
             return TokenizedPrompts(prompts=(Prompt(guessed_tokens(raw)),), unknown=f"its prompt cannot be tokenised: {why}")
@@ -151,11 +154,19 @@ class PromptLibrary:
         comparable = each[0].replicas | silent if silent else each[0].replicas
         return TokenizedPrompts(prompts=hashed[0], block_size=sizes[0], comparable=comparable, elsewhere=tuple(each[1:]))
 
-    async def _work(self, inline: bool, job: Callable[[], Any]) -> Any:
+    async def _hashed(self, job: Callable[[int | None], _T], size: int) -> _T:
+        """What `job` makes of a body of `size` bytes, given how much of it the tokenizer may read: here where that is little,
+        else in a thread."""
+        if size <= INLINE_BYTES:
+            return job(None)
+        if size <= REMEMBERED_BYTES:
+            with contextlib.suppress(Unremembered):
+                return job(INLINE_BYTES)
+        return await self._work(lambda: job(None))
+
+    async def _work(self, job: Callable[[], _T]) -> _T:
         """Raises `TimeoutError` for a job that takes too long, which a thread cannot be told to leave; and for any while as many
         such are still at it as there are threads: it would wait for nothing."""
-        if inline:
-            return job()
         if self._overdue >= THREADS:
             raise TimeoutError
         future = self._pool.submit(job)

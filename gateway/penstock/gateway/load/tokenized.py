@@ -65,12 +65,12 @@ def extra_keys(body: Mapping[str, Any], tenant: str, adapter: str | None) -> Ext
     return ExtraKeys(lora=adapter, cache_salt=salt if isinstance(salt, str) else None, tenant=tenant)
 
 
-def exact(memo: PrefixMemo, path: str, body: Mapping[str, Any], extra: ExtraKeys) -> tuple[Prompt, ...]:
-    """The prompts of a body by the tokenizer; raises `PromptError`."""
+def exact(memo: PrefixMemo, path: str, body: Mapping[str, Any], extra: ExtraKeys, most: int | None = None) -> tuple[Prompt, ...]:
+    """The prompts of a body by the tokenizer; raises `PromptError`, and with `most` what `PrefixMemo.hashed` does."""
     # Engines of others know no tenants: they cache for all alike.
     if memo.processor.bundle.hash_seed == FOREIGN_SEED:
         extra = msgspec.structs.replace(extra, tenant="")
-    return tuple([Prompt(*prompt) for prompt in memo.hashed(path, body, extra)])
+    return tuple([Prompt(*prompt) for prompt in memo.hashed(path, body, extra, most)])
 
 
 def by_bytes(body: Mapping[str, Any], extra: ExtraKeys) -> tuple[Prompt, ...]:
