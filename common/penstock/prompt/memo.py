@@ -7,6 +7,7 @@ not kept.
 """
 
 import hashlib
+import struct
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -227,8 +228,8 @@ def _keys(kind: bytes, extra: ExtraKeys, pieces: Iterable[bytes]) -> list[bytes]
 
 def _joined(nodes: list[Node]) -> HashedPrompt:
     hashes = b"".join([node.hashes for node in nodes])
-    blocks = tuple([hashes[at : at + DIGEST_BYTES] for at in range(0, len(hashes), DIGEST_BYTES)])
-    return HashedPrompt(nodes[-1].tokens if nodes else 0, blocks)
+    blocks = struct.Struct(f"{DIGEST_BYTES}s" * (len(hashes) // DIGEST_BYTES))  # a third of the price of slices; not kept
+    return HashedPrompt(nodes[-1].tokens if nodes else 0, blocks.unpack(hashes))
 
 
 def _special_ids(post: dict[str, Any] | None) -> tuple[list[int], list[int]] | None:

@@ -3,6 +3,7 @@
 
 mod arrays;
 mod choice;
+mod cuts;
 mod hashing;
 mod index;
 mod price;

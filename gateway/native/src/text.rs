@@ -9,10 +9,13 @@ use pyo3::types::{PyBytes, PyString};
 use crate::hashing::chain;
 use crate::words::{Asked, Words};
 
-/// Words a generation, whose table is then full: 8 MB.
+/// Words a generation, whose table is then full: 2 MB.
 const MOST_WORDS: usize = 57_344;
+/// Bytes of the long words of a generation.
+const MOST_LONG_BYTES: usize = 4 << 20;
 
 /// A piece's number of tokens, the hashes of the blocks that it completes, and the tokens after them.
+type Chained = (usize, Vec<[u8; 32]>, Vec<u32>);
 type Hashed<'py> = (usize, Bound<'py, PyBytes>, Vec<u32>);
 
 /// Hashes texts of one tokenizer, whose words it remembers. Thread-safe.
@@ -30,7 +33,7 @@ impl TextHasher {
         if block_size == 0 {
             return Err(PyValueError::new_err("a block has no tokens"));
         }
-        Ok(TextHasher { block_size, words: Mutex::new(Words::new(MOST_WORDS)) })
+        Ok(TextHasher { block_size, words: Mutex::new(Words::new(MOST_WORDS, MOST_LONG_BYTES)) })
     }
 
     /// See `penstock.gateway.picker.compiled.TextHasher`. Other threads run meanwhile, but for `encode`.
@@ -80,26 +83,25 @@ impl TextHasher {
         filled.ok_or_else(|| PyValueError::new_err("encode has not answered each text"))
     }
 
-    fn chained(
-        &self,
-        pieces: Vec<Vec<u32>>,
-        parent: &[u8],
-        mut tail: Vec<u32>,
-        every: &[u8],
-        mut first: &[u8],
-    ) -> Vec<(usize, Vec<[u8; 32]>, Vec<u32>)> {
-        let mut last = parent.to_vec();
-        let mut hashed = Vec::with_capacity(pieces.len());
-        for piece in pieces {
-            tail.extend_from_slice(&piece);
-            let names = chain(&last, &tail, self.block_size, every, first);
-            if let Some(name) = names.last() {
-                (last, first) = (name.to_vec(), b"");
-                tail.drain(..names.len() * self.block_size);
-            }
-            hashed.push((piece.len(), names, tail.clone()));
-        }
-        hashed
+    /// The names of the blocks of `tail` and then `pieces`, piece by piece; see `hashing::chain`.
+    fn chained(&self, pieces: Vec<Vec<u32>>, parent: &[u8], tail: Vec<u32>, every: &[u8], first: &[u8]) -> Vec<Chained> {
+        let mut tokens = tail;
+        let ends: Vec<usize> = pieces
+            .iter()
+            .map(|piece| {
+                tokens.extend_from_slice(piece);
+                tokens.len()
+            })
+            .collect();
+        let names = chain(parent, &tokens, self.block_size, every, first);
+        let mut done = 0;
+        let of_pieces = pieces.iter().zip(ends).map(|(piece, end)| {
+            let blocks = end / self.block_size;
+            let of_piece = names[done..blocks].to_vec();
+            done = blocks;
+            (piece.len(), of_piece, tokens[blocks * self.block_size..end].to_vec())
+        });
+        of_pieces.collect()
     }
 }
 

@@ -4,47 +4,77 @@
 //! remembered are asked for; see `Words::read`.
 
 use std::hash::BuildHasher;
-use std::ops::Range;
 
 use hashbrown::{DefaultHashBuilder, HashMap, HashTable};
 
+use crate::cuts::Cuts;
+
 /// Bytes of the longest word that is remembered.
-const LONGEST: usize = 64;
-/// Bytes of a remembered word and its tokens together, four each.
-const ROOM: usize = 126;
+const LONGEST: usize = 256;
+/// Bytes of a word and its tokens together, four each, that lie in the table itself.
+const ROOM: usize = 28;
 /// Texts that are asked for one by one in a call. Beyond it the rest of a piece is asked for as one: to the tokenizer many short texts
 /// cost more than a long one.
 const MOST_ASKED: usize = 64;
-/// Letters beyond ASCII after which a word may end, as in `penstock.prompt.cuts`.
-const LETTERS: [(char, char); 6] = [('а', 'я'), ('А', 'Я'), ('ぁ', 'ゖ'), ('ァ', 'ヺ'), ('一', '鿿'), ('가', '힣')];
 
 /// A word and its tokens, side by side: looking up words by lot is a matter of how much memory each touches.
-#[repr(align(64))]
+#[repr(align(32))]
 struct Word {
-    length: u8,
-    count: u8,
+    /// Bytes of the text.
+    length: u16,
+    /// Tokens.
+    count: u16,
+    /// The text and its tokens; or, where there is no room for them, where they begin among those of long words.
     bytes: [u8; ROOM],
 }
 
 impl Word {
-    /// None where it is too long.
-    fn new(text: &str, ids: &[u32]) -> Option<Self> {
-        let mut word = Word { length: text.len().try_into().ok()?, count: ids.len().try_into().ok()?, bytes: [0; ROOM] };
-        let (of_text, rest) = word.bytes.split_at_mut_checked(text.len())?;
-        of_text.copy_from_slice(text.as_bytes());
-        for (at, id) in ids.iter().enumerate() {
-            rest.get_mut(4 * at..4 * at + 4)?.copy_from_slice(&id.to_le_bytes());
+    /// The text and its tokens, and what may follow them.
+    fn bytes<'a>(&'a self, long: &'a [u8]) -> &'a [u8] {
+        if usize::from(self.length) + 4 * usize::from(self.count) <= ROOM {
+            return &self.bytes;
         }
-        Some(word)
+        let [a, b, c, d, ..] = self.bytes;
+        &long[u32::from_le_bytes([a, b, c, d]) as usize..]
     }
 
-    fn text(&self) -> &[u8] {
-        &self.bytes[..usize::from(self.length)]
+    fn is(&self, text: &[u8], long: &[u8]) -> bool {
+        usize::from(self.length) == text.len() && self.bytes(long).starts_with(text)
+    }
+}
+
+/// Words that have been used since a time.
+#[derive(Default)]
+struct Generation {
+    words: HashTable<Word>,
+    /// Texts and tokens of words that are too long for the table.
+    long: Vec<u8>,
+}
+
+impl Generation {
+    /// The tokens of a word, if it is there, four bytes each.
+    fn find(&self, hash: u64, text: &[u8]) -> Option<&[u8]> {
+        let word = self.words.find(hash, |word| word.is(text, &self.long))?;
+        Some(&word.bytes(&self.long)[text.len()..][..4 * usize::from(word.count)])
     }
 
-    fn ids(&self) -> impl Iterator<Item = u32> {
-        let ids = self.bytes[usize::from(self.length)..].chunks_exact(4).take(usize::from(self.count));
-        ids.map(|id| u32::from_le_bytes([id[0], id[1], id[2], id[3]]))
+    /// Adds a word that is not there.
+    fn add(&mut self, hasher: &DefaultHashBuilder, text: &[u8], ids: &[u8]) {
+        let (Ok(length), Ok(count)) = (text.len().try_into(), (ids.len() / 4).try_into()) else { return };
+        let mut word = Word { length, count, bytes: [0; ROOM] };
+        if let Some(room) = word.bytes.get_mut(..text.len() + ids.len()) {
+            let (of_text, of_ids) = room.split_at_mut(text.len());
+            of_text.copy_from_slice(text);
+            of_ids.copy_from_slice(ids);
+        } else {
+            let Ok(at) = u32::try_from(self.long.len()) else { return };
+            word.bytes[..4].copy_from_slice(&at.to_le_bytes());
+            self.long.extend_from_slice(text);
+            self.long.extend_from_slice(ids);
+        }
+        let long = &self.long;
+        let again = |word: &Word| hasher.hash_one(&word.bytes(long)[..usize::from(word.length)]);
+        self.words.insert_unique(hasher.hash_one(text), word, again);
     }
 }
 
@@ -52,9 +82,10 @@ impl Word {
 /// what is used again.
 pub struct Words {
     most: usize,
+    most_long: usize,
     hasher: DefaultHashBuilder,
-    young: HashTable<Word>,
-    old: HashTable<Word>,
+    young: Generation,
+    old: Generation,
 }
 
 /// A piece of a text, of which not all is known.
@@ -111,30 +142,27 @@ impl<'a> Asked<'a> {
 }
 
 impl Words {
-    /// At most `most` words a generation.
-    pub fn new(most: usize) -> Self {
-        Words { most, hasher: DefaultHashBuilder::default(), young: HashTable::new(), old: HashTable::new() }
+    /// A generation is full with `most` words, or when those that are long may take more than `most_long` bytes.
+    pub fn new(most: usize, most_long: usize) -> Self {
+        let (hasher, young, old) = Default::default();
+        Words { most, most_long, hasher, young, old }
     }
 
     /// Reads a piece; adds to `asked` what is not remembered of it.
     pub fn read<'a>(&mut self, piece: &'a str, asked: &mut Asked<'a>) -> Read {
-        let mut read = Read::default();
-        let mut start = 0;
-        while start < piece.len() {
-            let word = Range { start, end: end_of_word(piece, start) };
-            start = word.end;
-            if self.known(&piece[word.clone()], &mut read.ids) {
+        let mut read = Read { ids: Vec::with_capacity(piece.len() / 2), gaps: Vec::new() };
+        for word in Cuts::of(piece) {
+            if self.known(&piece.as_bytes()[word.clone()], &mut read.ids) {
                 continue;
             }
-            let which = if asked.texts.len() < MOST_ASKED {
-                asked.word(&piece[word])
+            if asked.texts.len() < MOST_ASKED {
+                read.gaps.push((read.ids.len(), asked.word(&piece[word])));
             } else if let Some(&which) = asked.words.get(&piece[word.clone()]) {
-                which
+                read.gaps.push((read.ids.len(), which));
             } else {
-                start = piece.len();
-                asked.text(&piece[word.start..])
-            };
-            read.gaps.push((read.ids.len(), which));
+                read.gaps.push((read.ids.len(), asked.text(&piece[word.start..])));
+                break;
+            }
         }
         read
     }
@@ -142,109 +170,90 @@ impl Words {
     /// Remembers the words among what was asked for.
     pub fn learn(&mut self, asked: &Asked<'_>, answers: &[Vec<u32>]) {
         for (&text, &which) in &asked.words {
-            if let Some(word) = answers.get(which).and_then(|ids| Word::new(text, ids)) {
-                self.add(word);
+            if let Some(ids) = answers.get(which) {
+                self.add(text.as_bytes(), &ids.iter().flat_map(|id| id.to_le_bytes()).collect::<Vec<u8>>());
             }
         }
     }
 
-    fn known(&mut self, text: &str, ids: &mut Vec<u32>) -> bool {
-        let hash = self.hasher.hash_one(text.as_bytes());
-        if let Some(found) = self.young.find(hash, |word| word.text() == text.as_bytes()) {
-            ids.extend(found.ids());
+    fn known(&mut self, text: &[u8], into: &mut Vec<u32>) -> bool {
+        let hash = self.hasher.hash_one(text);
+        if let Some(ids) = self.young.find(hash, text) {
+            into.extend(numbers(ids));
             return true;
         }
-        let Ok(found) = self.old.find_entry(hash, |word| word.text() == text.as_bytes()) else {
-            return false;
-        };
-        let (word, _) = found.remove();
-        ids.extend(word.ids());
-        self.add(word);
+        let Some(ids) = self.old.find(hash, text).map(<[u8]>::to_vec) else { return false };
+        into.extend(numbers(&ids));
+        self.add(text, &ids);
         true
     }
 
     /// Two threads may learn a word at the same time: it is then kept once.
-    fn add(&mut self, word: Word) {
-        let hash = self.hasher.hash_one(word.text());
-        if self.young.find(hash, |other| other.text() == word.text()).is_some() {
+    fn add(&mut self, text: &[u8], ids: &[u8]) {
+        if self.young.find(self.hasher.hash_one(text), text).is_some() {
             return;
         }
-        if self.young.len() >= self.most {
+        if self.young.words.len() >= self.most || self.young.long.len() + text.len() + ids.len() > self.most_long {
             self.old = std::mem::take(&mut self.young);
         }
-        self.young.insert_unique(hash, word, |word| self.hasher.hash_one(word.text()));
+        self.young.add(&self.hasher, text, ids);
     }
 }
 
-/// Where the word that begins at `start` ends: before a space that follows anything but a space, or a line feed that follows a letter.
-fn end_of_word(text: &str, start: usize) -> usize {
-    let bytes = text.as_bytes();
-    (start + 1..bytes.len())
-        .find(|&at| match bytes[at] {
-            b' ' => bytes[at - 1].is_ascii_graphic() || ends_in_letter(&text[..at]),
-            b'\n' => ends_in_letter(&text[..at]),
-            _ => false,
-        })
-        .unwrap_or(bytes.len())
-}
-
-fn ends_in_letter(text: &str) -> bool {
-    text.chars().next_back().is_some_and(|last| {
-        last.is_ascii_alphabetic() || (!last.is_ascii() && LETTERS.iter().any(|&(from, to)| (from..=to).contains(&last)))
-    })
+fn numbers(ids: &[u8]) -> impl Iterator<Item = u32> {
+    ids.chunks_exact(4).map(|id| u32::from_le_bytes([id[0], id[1], id[2], id[3]]))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    fn words(text: &str) -> Vec<&str> {
-        let (mut found, mut start) = (Vec::new(), 0);
-        while start < text.len() {
-            let end = end_of_word(text, start);
-            found.push(&text[start..end]);
-            start = end;
-        }
-        found
-    }
-
-    #[test]
-    fn words_end_before_spaces() {
-        assert_eq!(
-            words("Well, two  words\n\nof 7: état вода 水 \n x"),
-            ["Well,", " two", "  words", "\n\nof", " 7:", " état", " вода", " 水", " \n x"]
-        );
-        assert_eq!(words("caf\u{e9} au 1\n2"), ["caf\u{e9} au", " 1\n2"]);
-        assert!(words("").is_empty());
+    fn known(memo: &mut Words, text: &str) -> Option<Vec<u32>> {
+        let mut ids = Vec::new();
+        memo.known(text.as_bytes(), &mut ids).then_some(ids)
     }
 
     #[test]
     fn generations_forget() {
-        let mut memo = Words::new(2);
-        for (at, word) in ["a", "b", "c"].into_iter().enumerate() {
-            memo.add(Word::new(word, &[at as u32]).unwrap());
+        for (most, most_long, long) in [(2, 1000, ""), (1000, 520, &*"x".repeat(230))] {
+            let mut memo = Words::new(most, most_long);
+            let word = |name: &str| format!("{name}{long}");
+            for (at, name) in ["a", "b", "c"].into_iter().enumerate() {
+                memo.add(word(name).as_bytes(), &(at as u32).to_le_bytes().repeat(7));
+            }
+            assert_eq!(known(&mut memo, &word("a")), Some(vec![0; 7])); // and is young again
+            for name in ["d", "e"] {
+                memo.add(word(name).as_bytes(), &[9; 4]);
+            }
+            assert_eq!((known(&mut memo, &word("b")), known(&mut memo, &word("e")).is_some()), (None, true));
+            assert!(memo.young.words.len() <= 3 && memo.old.words.len() <= 3);
         }
-        assert!(memo.known("a", &mut Vec::new())); // and is young again
-        for word in ["d", "e"] {
-            memo.add(Word::new(word, &[9]).unwrap());
-        }
-        assert!(!memo.known("b", &mut Vec::new()));
-        assert!(memo.young.len() <= 2 && memo.old.len() <= 2);
     }
 
     #[test]
-    fn long_words_are_left_out() {
-        let ids: Vec<u32> = (0..31).map(|n| u32::MAX - n).collect();
-        assert!(Word::new("abc", &ids).is_none());
-        let word = Word::new("ab", &ids).unwrap();
-        assert_eq!((word.text(), word.ids().collect()), ("ab".as_bytes(), ids));
-        assert!(Word::new(&"a".repeat(127), &[]).is_none() && Word::new(&"a".repeat(300), &[1]).is_none());
+    fn words_of_any_length_keep_their_tokens() {
+        let mut memo = Words::new(1000, 1 << 20);
+        let words: Vec<String> = (1..=LONGEST).map(|length| "ab".repeat(length)[..length].to_string()).collect();
+        let ids = |length: usize| -> Vec<u32> { (0..length % 40).map(|at| u32::MAX - (at * length) as u32).collect() };
+        for word in &words {
+            let mut asked = Asked::default();
+            memo.read(word, &mut asked);
+            assert_eq!(asked.texts, [word]);
+            memo.learn(&asked, &[ids(word.len())]);
+        }
+        for word in &words {
+            assert_eq!(known(&mut memo, word), Some(ids(word.len())));
+        }
+        let (long, mut asked) = ("a".repeat(LONGEST + 1), Asked::default());
+        memo.read(&long, &mut asked);
+        memo.learn(&asked, &[vec![1]]);
+        assert_eq!(known(&mut memo, &long), None);
     }
 
     #[test]
     fn the_rest_of_a_long_piece_is_asked_for_as_one() {
         let text = (0..200).map(|n| format!(" word{n}x")).collect::<String>();
-        let (mut memo, mut asked) = (Words::new(1000), Asked::default());
+        let (mut memo, mut asked) = (Words::new(1000, 1 << 20), Asked::default());
         let read = memo.read(&text, &mut asked);
         assert_eq!(asked.texts.len(), MOST_ASKED + 1);
         let answers: Vec<Vec<u32>> = asked.texts.iter().map(|text| text.bytes().map(u32::from).collect()).collect();
