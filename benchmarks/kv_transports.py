@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from penstock.engine.config import TransferConfig, TransportName
-from penstock.engine.connectors.host_pages import SharedSlots
+from penstock.engine.connectors.shared_slots import SharedSlots
 from penstock.engine.connectors.transfer import nixl
 from penstock.engine.connectors.transfer.agent import inlets, outlets
 from penstock.engine.connectors.transfer.lender import Lender

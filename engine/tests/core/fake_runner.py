@@ -130,6 +130,9 @@ class FakeRunner:
         self._num_blocks = num_blocks
         self._kv = np.full((num_blocks, max(group.block_size for group in self._groups), 4), -1, np.int64)
 
+    def page_keeper(self) -> int:
+        return 0
+
     def initialize_offload(self, num_pages: int) -> None:
         self._host_pages = np.full((num_pages, *self._kv.shape[1:]), -1, np.int64)
 

@@ -12,7 +12,7 @@ import pytest
 from msgspec.structs import replace
 
 from penstock.engine.config import ConfigError, TransferConfig
-from penstock.engine.connectors.host_pages import SharedSlots
+from penstock.engine.connectors.shared_slots import SharedSlots
 from penstock.engine.connectors.tier_index import Key, TierIndex
 from penstock.engine.connectors.transfer import lender as lender_module
 from penstock.engine.connectors.transfer import nixl

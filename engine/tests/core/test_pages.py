@@ -8,6 +8,7 @@ import torch
 from penstock.engine.attention.pages import plane_views
 from penstock.engine.cache.layout import TOKENS, KVLayer, Plane, attention_plane, kv_layout
 from penstock.engine.cache.pages import PageGeometry, PageIdentity, copies, kv_dtypes, pieces
+from penstock.engine.connectors.keepers import keeper_of
 
 FULL = KVLayer(planes=(attention_plane(2, 8, "bfloat16"),))
 WINDOW = KVLayer(planes=(attention_plane(2, 8, "bfloat16"),), window=20)
@@ -15,8 +16,8 @@ SCALED = KVLayer(planes=(attention_plane(2, 8, "int8"), Plane("scales", "float32
 NUM_BLOCKS = 5
 
 
-def geometry(layers: list[KVLayer], rank: int = 0, world: int = 1) -> PageGeometry:
-    return PageGeometry(layers=tuple(layers), layout=kv_layout(layers, 4), rank=rank, world=world)
+def geometry(layers: list[KVLayer], part: int = 0, parts: int = 1) -> PageGeometry:
+    return PageGeometry(layers=tuple(layers), layout=kv_layout(layers, 4), part=part, parts=parts)
 
 
 def views(of: PageGeometry, memory: torch.Tensor) -> list[tuple[int, dict[str, torch.Tensor]]]:
@@ -47,12 +48,12 @@ def test_the_bytes_of_a_block_are_those_that_the_layers_see(layers):
         assert held <= len(span) and all(piece.begin + piece.size <= len(span) for piece in pieces(of, number))
 
 
-def test_parts_of_all_ranks_of_a_page_lie_side_by_side_and_do_not_meet():
+def test_all_parts_of_a_page_lie_side_by_side_and_do_not_meet():
     layers = [FULL, WINDOW, WINDOW]
     taken: set[int] = set()
     for block in range(3):
-        for rank in range(2):
-            span = geometry(layers, rank, 2).span(block, 0)
+        for part in range(2):
+            span = geometry(layers, part, 2).span(block, 0)
             assert taken.isdisjoint(span)
             taken.update(span)
     layout = kv_layout(layers, 4)
@@ -77,10 +78,25 @@ def test_a_page_is_copied_between_layouts_that_group_the_layers_differently():
 
 
 def test_ends_that_do_not_fit_are_refused_by_name():
-    with pytest.raises(ValueError, match="rank 0 of 2 has other heads than rank 1 of 2"):
+    with pytest.raises(ValueError, match="part 0 of 2 has other heads than part 1 of 2"):
         list(copies(geometry([FULL], 0, 2), 0, geometry([FULL], 1, 2)))
     with pytest.raises(ValueError, match="layer 1 keeps 'kv' of another size or none"):
         list(copies(geometry([FULL, FULL]), 0, geometry([FULL, SCALED])))
+
+
+@pytest.mark.parametrize(
+    ("same", "per_node", "keepers"),
+    [
+        (1, 4, [0, 1, 2, 3]),
+        (2, 4, [0, 0, 2, 2]),
+        (4, 4, [0, 0, 0, 0]),
+        (4, 2, [0, 0, 2, 2]),
+        (3, 2, [0, 0, 2, 3, 4, 4]),
+    ],
+    ids=["heads of their own", "a head for two", "a latent", "a latent on two nodes", "a head across nodes"],
+)
+def test_the_first_of_a_nodes_ranks_that_have_the_same_pages_keeps_them(same, per_node, keepers):
+    assert [keeper_of(rank, same, per_node) for rank in range(len(keepers))] == keepers
 
 
 @pytest.mark.req("Q-19")

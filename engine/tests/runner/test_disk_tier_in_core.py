@@ -24,7 +24,8 @@ def start(checkpoint, build_runner):
     def started(folder, family="llama", pages=400, disk=400, worker=False, bucket=None, store=None, stages=1, ranks=1, **model):
         runner = build_runner(checkpoint(family), scheduler=SCHEDULER)
         config, page = runner.config, runner.kv_layout().page_bytes
-        sizes = {"num_blocks": 24 if family == "llama" else 44, "offload_bytes": pages * page, "disk_folder": folder}
+        sizes = {"num_blocks": 24 if family in ("llama", "deepseek-v2") else 44, "offload_bytes": pages * page}
+        sizes["disk_folder"] = folder
         sizes |= {"disk_bytes": disk * file_bytes(page), "bucket": bucket, "bucket_bytes": 400 * file_bytes(page)}
         sizes |= {"store": store, "store_bytes": 400 * file_bytes(page)}
         cache = msgspec.structs.replace(config.cache, **sizes)
@@ -132,6 +133,26 @@ def test_pipeline_stages_keep_the_pages_of_their_own_layers(start, tmp_path, fam
     told = damaged.stats().offload
     assert told.lower["disk"].failed_pages > 0 and told.lower["disk"].loaded_bytes == 0
     assert damaged.scheduler.kv.pool.num_used == 0
+
+
+@pytest.mark.req("DX-04", "KO-27")
+def test_one_rank_keeps_a_latent_for_all_that_have_it(start, tmp_path):
+    """One copy of each page in the host's memory and on the disk, which a replica with another number of ranks can read."""
+    batch = requests(adjusted=False)
+    core = start(tmp_path, "deepseek-v2", ranks=2)
+    expected = run(core, batch)
+    assert run(core, batch) == expected
+    told, [node] = core.stats().offload, core._executor._nodes
+    taken = [512 * os.fstat(memory).st_blocks for memory in node._page_memory]
+    assert told.memory.loaded_bytes > 0 == told.memory.failed_pages
+    assert taken[0] >= told.memory.stored_bytes > 0 == taken[1], "rank 0 alone has written"
+    assert told.memory.pages == 2 * 400, "it has what both ranks give"
+    found = files(tmp_path)
+    assert len({page.parent.parent for page in found}) == 1 and len(found) == told.lower["disk"].pages_used
+    other = start(tmp_path, "deepseek-v2", ranks=1)
+    assert other.stats().offload.lower["disk"].pages_used == len(found) and run(other, batch) == expected
+    read = other.stats().offload.lower["disk"]
+    assert read.loaded_bytes > 0 == read.failed_pages
 
 
 @pytest.mark.req("KO-27", "KO-31")

@@ -112,7 +112,7 @@ def test_a_quantized_checkpoint_in_stages_drafts_and_keeps_pages(checkpoint, bui
     engine.executor.call("initialize_kv_cache", 30)
     engine.executor.call("initialize_offload", 400)
     page = max(layout.page_bytes for layout in engine.executor.call("kv_layout"))
-    small = StagedEngine(engine.executor.config, engine.executor, 30, OffloadSize(400, page))
+    small = StagedEngine(engine.executor.config, engine.executor, 30, OffloadSize(400, page, keepers=(0, 1)))
     for _ in range(2):
         assert small.run(batch) == expected
     told = small.core.stats().offload

@@ -1,5 +1,6 @@
 """A prefill and a decode core with real models and real connections: equal answers, and nothing held after any abort."""
 
+import socket
 import time
 
 import msgspec
@@ -92,6 +93,10 @@ class Side:
             time.sleep(0.005)
 
 
+def in_ranks(config, ranks):
+    return msgspec.structs.replace(config, parallel=ParallelConfig(tensor_parallel_size=ranks))
+
+
 def in_stages(config, stages):
     scheduler = msgspec.structs.replace(config.scheduler, pipeline_stages=stages)
     parallel = ParallelConfig(pipeline_parallel_size=stages)
@@ -104,7 +109,7 @@ def built(config):
         return build_executor(config)
     stages = Stages(config)
     largest = max(stages.call("kv_layout"), key=lambda layout: layout.page_bytes)
-    stages.call("initialize_offload", offload_size(config, largest).pages)
+    stages.call("initialize_offload", offload_size(config, largest, stages.call("page_keeper")).pages)
     stages.call("warm_up")
     return stages, NUM_BLOCKS
 
@@ -116,14 +121,14 @@ def pair(checkpoint, build_runner, tmp_path):
     secret.write_text("a secret of many bytes")
     sides = []
 
-    def make(family="llama", transports=("tcp",), lease_s=30.0, stages=(1, 1, 1), **how):
+    def make(family="llama", transports=("tcp",), lease_s=30.0, stages=(1, 1, 1), ranks=(1, 1, 1), **how):
         runner = build_runner(checkpoint(family), **{"scheduler": SCHEDULER, **how})
         config, page = runner.config, runner.kv_layout().page_bytes
         cache = msgspec.structs.replace(config.cache, num_blocks=120, offload_bytes=400 * page)
         config = msgspec.structs.replace(config, cache=cache)
         roles = ("kv_producer", "kv_consumer", "kv_both")
-        for role, count in zip(roles, stages, strict=True):
-            of_side = config if count == 1 else in_stages(config, count)
+        for role, count, number in zip(roles, stages, ranks, strict=True):
+            of_side = in_stages(config, count) if count > 1 else in_ranks(config, number)
             sides.append(Side(of_side, role, secret, transports, lease_s))
         return sides[-3:]
 
@@ -445,3 +450,25 @@ def test_replicas_with_other_stages_read_nothing_of_each_other(pair, monkeypatch
     assert decode.tokens[77] == alone.tokens[78] and decode.told().transfer.pulls == 0
     decode.settle()
     prefill.settle()
+
+
+@pytest.mark.req("DX-04", "PD-04")
+@pytest.mark.parametrize("ranks", [(1, 2, 1), (2, 1, 1)], ids=["from one to two", "from two to one"])
+def test_a_latent_goes_from_one_rank_to_one_however_many_have_it(pair, ranks):
+    """All ranks load what one of them has read; another one lends nothing, and has no port for that."""
+    prefill, decode, alone = pair("deepseek-v2", ("shm",), ranks=ranks)
+    for request in several(2):
+        alone.add(request)
+        alone.run(request.index)
+        decode.computed, remote = 0, prefill.lend(request)
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection((remote.host, remote.port + 1))
+        decode.add(msgspec.structs.replace(request, remote=remote))
+        decode.run(request.index)
+        assert decode.tokens[request.index] == alone.tokens[request.index]
+        rest = len(request.prompt_token_ids) - remote.num_tokens
+        assert decode.computed == rest + len(decode.tokens[request.index]) - 1
+    told = decode.told().transfer
+    assert told.failed_pages == 0 < told.pulled_bytes
+    prefill.settle()
+    decode.settle()

@@ -97,10 +97,10 @@ class KVLayout(msgspec.Struct, frozen=True):
         """Bytes of one block of any group."""
         return self.num_slots * self.slot_bytes
 
-    def span(self, block: int, group: int, rank: int = 0, world: int = 1) -> range:
-        """Bytes of one rank's part of a block, without unused slots. Pages lie one after the other, and in each the parts of all
-        `world` ranks; a rank's own memory is a world of one."""
-        begin = (block * world + rank) * self.page_bytes
+    def span(self, block: int, group: int, part: int = 0, parts: int = 1) -> range:
+        """Bytes of one part of a block, without unused slots. Pages lie one after the other, and in each all of its `parts`; a
+        rank's own memory has one."""
+        begin = (block * parts + part) * self.page_bytes
         return range(begin, begin + len(self.groups[group].layers) * self.slot_bytes)
 
     def part(self, layers: Collection[int]) -> "KVLayout":

@@ -38,13 +38,13 @@ class PageGeometry(msgspec.Struct, frozen=True, kw_only=True):
     layers: tuple[KVLayer, ...]
     """Sizes are the rank's."""
     layout: KVLayout
-    rank: int = 0
-    world: int = 1
-    """Ranks that have a part of each page."""
+    part: int = 0
+    parts: int = 1
+    """Of each page: ranks with the same heads, or the same latent, have the same part."""
 
     def span(self, block: int, group: int) -> range:
-        """Bytes of the rank's part of a block where pages lie one after the other and the ranks' parts of each side by side."""
-        return self.layout.span(block, group, self.rank, self.world)
+        """Bytes of the rank's part of a block where pages lie one after the other and the parts of each side by side."""
+        return self.layout.span(block, group, self.part, self.parts)
 
 
 class Piece(msgspec.Struct, frozen=True):
@@ -73,9 +73,9 @@ def copies(source: PageGeometry, group: int, target: PageGeometry) -> Iterator[t
     Raises:
         ValueError: The two ends cut the model differently, or keep another number of tokens in a block of some layer.
     """
-    if (source.rank, source.world) != (target.rank, target.world):
+    if (source.part, source.parts) != (target.part, target.parts):
         raise ValueError(
-            f"rank {source.rank} of {source.world} has other heads than rank {target.rank} of {target.world}: "
+            f"part {source.part} of {source.parts} has other heads than part {target.part} of {target.parts}: "
             "pages of another cut are not copied"
         )
     placed = {

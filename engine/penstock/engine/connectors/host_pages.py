@@ -1,47 +1,18 @@
 """The pages themselves, on one rank: copied between the KV cache and the host's memory."""
 
 import ctypes
-import fcntl
-import mmap
 import os
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from penstock.engine.connectors.shared_slots import SharedSlots
 from penstock.engine.core.plan import Transfers, ints
-
-_SEAL_FUTURE_WRITE: Final = 0x10
-"""Linux's F_SEAL_FUTURE_WRITE, which Python does not name: mappings that are there can be written, later ones cannot."""
-
-
-class SharedSlots:
-    """Slots that other processes can read by a file descriptor, and not write. It has no name: the last to close it frees it.
-
-    Args:
-        num_slots: Pages.
-        page_bytes: Of a page.
-    """
-
-    def __init__(self, num_slots: int, page_bytes: int) -> None:
-        self.fd = os.memfd_create("penstock-pages", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        try:
-            os.ftruncate(self.fd, num_slots * page_bytes)
-            self._map = mmap.mmap(self.fd, num_slots * page_bytes)
-            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | _SEAL_FUTURE_WRITE)
-        except OSError:
-            os.close(self.fd)
-            raise
-        self.array: npt.NDArray[np.uint8] = np.frombuffer(self._map, np.uint8).reshape(num_slots, page_bytes)
-        """[slots, bytes of a page]."""
-
-    def __del__(self) -> None:
-        os.close(self.fd)
 
 
 class HostPages:
@@ -51,13 +22,25 @@ class HostPages:
         pages: The KV cache: [blocks, …], a page each, in one piece.
         num_slots: Pages that the host's memory holds.
         shared: Whether other processes may read them.
+        memory: As in `SharedSlots`, where several ranks have the same pages: one of them stores, and all load.
+        stores: Whether this rank stores.
     """
 
-    def __init__(self, pages: torch.Tensor, num_slots: int, *, shared: bool = False) -> None:
+    def __init__(
+        self,
+        pages: torch.Tensor,
+        num_slots: int,
+        *,
+        shared: bool = False,
+        memory: int | None = None,
+        stores: bool = True,
+    ) -> None:
         self.move_to(pages)
-        page_bytes = self._pages.shape[1]
-        self.shared = SharedSlots(num_slots, page_bytes) if shared else None
+        page_bytes, self._stores = self._pages.shape[1], stores
+        self.shared: SharedSlots | None = None
         """None: these slots are this process's own."""
+        if shared or memory is not None:
+            self.shared = SharedSlots(num_slots, page_bytes, memory, writes=stores)
         self.slots: npt.NDArray[np.uint8] = (
             np.empty((num_slots, page_bytes), np.uint8) if self.shared is None else self.shared.array
         )
@@ -86,8 +69,9 @@ class HostPages:
 
     def _copy(self, transfers: Transfers) -> tuple[float, float]:
         begin = time.perf_counter()
-        for block, slot in zip(ints(transfers.store_blocks), ints(transfers.store_slots), strict=True):
-            self.slots[slot] = self._pages[block]
+        if self._stores:
+            for block, slot in zip(ints(transfers.store_blocks), ints(transfers.store_slots), strict=True):
+                self.slots[slot] = self._pages[block]
         stored = time.perf_counter()
         for block, slot in zip(ints(transfers.load_blocks), ints(transfers.load_slots), strict=True):
             self._pages[block] = self.slots[slot]

@@ -1,5 +1,7 @@
 """Has the ranks move pages between the host's memory and what lies behind it, beside the steps."""
 
+from collections.abc import Sequence
+
 from penstock.engine.connectors.lower_tier import LowerTier
 from penstock.engine.connectors.moves import Moved, PageFile
 from penstock.engine.core.executor import Executor
@@ -11,11 +13,13 @@ class LowerPump:
     Args:
         tier: Says what is to be moved.
         executor: Of the ranks.
+        keepers: Those that move pages.
     """
 
-    def __init__(self, tier: LowerTier, executor: Executor) -> None:
+    def __init__(self, tier: LowerTier, executor: Executor, keepers: Sequence[int] = (0,)) -> None:
         self._tier = tier
         self._executor = executor
+        self._keepers = keepers
         self._heard: dict[int, list[Moved]] = {}
 
     @property
@@ -27,8 +31,9 @@ class LowerPump:
         """Opens the place for pages of the weights that are loaded; `ConfigError` where that cannot be."""
         self.pump(now)  # what is due belongs to the place before
         ranks: list[list[PageFile]] = self._executor.call("open_lower", self._tier.name)
-        everywhere = set(ranks[0]).intersection(*ranks[1:])
-        self._tier.open(page for page in ranks[0] if page in everywhere)
+        first, *others = [ranks[keeper] for keeper in self._keepers]
+        everywhere = set(first).intersection(*others)
+        self._tier.open(page for page in first if page in everywhere)
 
     def pump(self, now: float) -> None:
         """Has moves begun that are due, and takes in those that have ended."""
@@ -40,7 +45,7 @@ class LowerPump:
         for number, moved in [it for told in ranks for it in told.items()]:
             heard = self._heard.setdefault(number, [])
             heard.append(moved)
-            if len(heard) == len(ranks):
+            if len(heard) == len(self._keepers):
                 del self._heard[number]
                 error = next((it.error for it in heard if it.error is not None), None)
                 everywhere = set(heard[0].found).intersection(*(it.found for it in heard[1:]))

@@ -75,7 +75,7 @@ class Offload:
         page_bytes: Of a page, on each rank.
         lower_pages: That fit on the disk and into the stores, where there are these.
         transfer: How pages go to other replicas and come from there; None: they do not.
-        ranks: Of the model.
+        ranks: That keep pages.
         costs: What loads take, and whether they pay; None: each does.
         policy: Which page leaves a tier that is full.
         sightings: Which blocks requests have shown often enough to be copied; None: all blocks are copied.

@@ -36,14 +36,17 @@ class PageFiles(PageMover):
         root: `--kv-offload-directory`.
         namespace: Names the folder below it.
         slots: [slots, bytes of a page] of the host's memory.
-        disk_bytes: That the rank's files may take.
-        world: Ranks on this machine, each with as many.
+        disk_bytes: That each rank gives to files.
+        ranks: On this machine.
+        keepers: Those of them that have files.
 
     Raises:
         ConfigError: The folder cannot be used, or there is no room for the files.
     """
 
-    def __init__(self, root: Path, namespace: Namespace, slots: npt.NDArray[np.uint8], disk_bytes: int, world: int = 1) -> None:
+    def __init__(
+        self, root: Path, namespace: Namespace, slots: npt.NDArray[np.uint8], disk_bytes: int, ranks: int = 1, keepers: int = 1
+    ) -> None:
         super().__init__(slots, {"write": self._write, "read": self._read, "delete": self._delete}, THREADS, "pages")
         self._folder = root / namespace.name
         self._size = file_bytes(slots.shape[1])
@@ -56,11 +59,11 @@ class PageFiles(PageMover):
             there = os.statvfs(self._folder)
         except OSError as error:
             raise ConfigError(f"--kv-offload-directory {root} cannot be used: {error.strerror} ({error.filename})") from error
-        free, mine = there.f_bavail * there.f_frsize, len(self.found) * self._size
-        if world * disk_bytes > free + world * mine:
+        free, ours = there.f_bavail * there.f_frsize, keepers * len(self.found) * self._size
+        if ranks * disk_bytes > free + ours:
             raise ConfigError(
-                f"--kv-offload-disk-bytes {disk_bytes} does not fit into {root}: {world * disk_bytes:,} bytes for {world} ranks, "
-                f"and {free:,} are free beside {world * mine:,} of pages that are there"
+                f"--kv-offload-disk-bytes {disk_bytes} does not fit into {root}: {ranks * disk_bytes:,} bytes for {ranks} ranks, "
+                f"and {free:,} are free beside {ours:,} of pages that are there"
             )
         how = "past the page cache" if self._direct else "through the page cache: its file system has no direct I/O"
         _log.info("KV pages in %s: %d found; written %s", self._folder, len(self.found), how)

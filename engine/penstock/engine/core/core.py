@@ -110,13 +110,13 @@ class EngineCore:
             by_cost = cache.loads_by_cost and config.transfer is None
             costs = LoadCosts(self._meter.saved_s if by_cost else None)
             sightings = sightings_of(cache.offload_threshold)
-            how = config.transfer, config.parallel.world, costs, cache.eviction_policy, sightings, self._meter.pace
+            how = config.transfer, len(offload.keepers), costs, cache.eviction_policy, sightings, self._meter.pace
             self._offload = Offload(kv, *sizes, *how)
         self.scheduler = Scheduler(
             config.scheduler, config.model.max_model_len, kv, hasher, table, config.model.pooling, self._offload
         )
         self.num_steps = 0
-        self._pumps = _pumps(self._offload, executor)
+        self._pumps = [] if offload is None else _pumps(self._offload, executor, offload.keepers)
         served = config.model.served_names
         self._controls = Controls(self.scheduler, executor, config.profile_dir, served, self._pumps)
         grammars = Compiler(config.model)
@@ -381,11 +381,11 @@ class EngineCore:
         )
 
 
-def _pumps(offload: Offload | None, executor: Executor) -> list[Pump]:
+def _pumps(offload: Offload | None, executor: Executor, keepers: Sequence[int]) -> list[Pump]:
     """Between the connectors and the ranks."""
     pumps: list[Pump] = []
     if offload is not None:
-        pumps += [LowerPump(tier, executor) for tier in offload.lower]
+        pumps += [LowerPump(tier, executor, keepers) for tier in offload.lower]
     if offload is not None and offload.transfer is not None:
-        pumps.append(TransferPump(offload.transfer, executor))
+        pumps.append(TransferPump(offload.transfer, executor, keepers))
     return pumps

@@ -77,13 +77,17 @@ class Runner(Protocol):
         """Allocate the cache with that many pages."""
         ...
 
+    def page_keeper(self) -> int:
+        """Return the rank that stores, brings and sends pages for this one: itself, or a neighbour that has the same pages."""
+        ...
+
     def initialize_offload(self, num_pages: int) -> None:
-        """Allocate host memory for that many pages of the cache."""
+        """Allocate host memory for that many pages of the cache, or use that of the rank that keeps them."""
         ...
 
     def open_lower(self, name: Lower) -> list[PageFile]:
         """Opens a tier's place for the weights that are loaded, for pages in the host's memory; the pages that it has, the least
-        recently used first. Raises `ConfigError` where it cannot be used."""
+        recently used first. Raises `ConfigError` where it cannot be used. Empty on a rank that keeps none."""
         ...
 
     def move_pages(self, name: Lower, moves: list[Move]) -> None:

@@ -3,6 +3,7 @@
 import logging
 import math
 import os
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -133,12 +134,14 @@ def check_weights_fit(model: ModelConfig, stored_bytes: int, memory: Memory, nod
 
 
 class OffloadSize(msgspec.Struct, frozen=True):
-    """Size of the host memory for pages of the KV cache, on each rank."""
+    """Size of the host memory for pages of the KV cache, on each rank that keeps pages."""
 
     pages: int
     page_bytes: int
     lower_pages: dict[Lower, int] = {}
     """Pages that fit on the disk and into the object store."""
+    keepers: tuple[int, ...] = (0,)
+    """The ranks that keep pages."""
 
 
 def num_kv_blocks(config: EngineConfig, layout: KVLayout, memory: Memory, step_bytes: int) -> int:
@@ -216,8 +219,15 @@ def _arithmetic(layout: KVLayout, config: EngineConfig, needed: int) -> str:
     return f"{' + '.join(parts)} = {needed}"
 
 
-def offload_size(config: EngineConfig, layout: KVLayout) -> OffloadSize | None:
-    """Pages of the KV cache that host memory and what lies behind it hold; None: none. `ConfigError` where not one fits."""
+def offload_size(config: EngineConfig, layout: KVLayout, keeper: Sequence[int]) -> OffloadSize | None:
+    """Pages of the KV cache that host memory and what lies behind it hold; None: none. `ConfigError` where not one fits.
+
+    Args:
+        config: What each rank gives.
+        layout: Of the largest pages.
+        keeper: By rank, the one that keeps its pages, in what all of its ranks give.
+    """
+    same = min(Counter(keeper).values())
     cache, file = config.cache, file_bytes(layout.page_bytes)
     if not cache.offload_bytes:
         return None
@@ -233,5 +243,6 @@ def offload_size(config: EngineConfig, layout: KVLayout) -> OffloadSize | None:
         if place is not None:
             if size < file:
                 raise ConfigError(f"{flag} {size} holds no page, whose file has {file:,} bytes")
-            lower[name] = size // file
-    return OffloadSize(cache.offload_bytes // layout.page_bytes, layout.page_bytes, lower)
+            lower[name] = same * size // file
+    pages = same * cache.offload_bytes // layout.page_bytes
+    return OffloadSize(pages, layout.page_bytes, lower, tuple(sorted(set(keeper))))

@@ -53,6 +53,8 @@ class Group(NamedTuple):
     """To other nodes."""
     neighbours: int | None = None
     """Ranks of all stages on this node, itself included; None: all ranks."""
+    page_memory: Sequence[int] = ()
+    """By rank of this node, file descriptors of memory that all of them can map for pages; empty: no ranks share pages."""
 
     @property
     def number(self) -> int:

@@ -1,6 +1,7 @@
 """The ranks of one node as processes: starts them, hands them what they are to do, and hears what they say."""
 
 import logging
+import os
 import shutil
 import signal
 import socket
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Final
 
 from penstock.engine.config import EngineConfig
+from penstock.engine.connectors.shared_slots import page_memory
 from penstock.engine.environment import computing
 from penstock.engine.parallel import words
 from penstock.engine.parallel.broadcast import Ring, Writer
@@ -92,6 +94,8 @@ class LocalNode:
         self._processes, self._links = list[_Process](), dict[int, Link]()
         self._ring = Ring.create(len(self._ranks))
         self._memories = {number: SharedMemory.create(layout.tensor) for number in sorted({*map(layout.stage, self._ranks)})}
+        shares = layout.tensor > 1 and config.cache.offload_bytes > 0
+        self._page_memory = [page_memory() for _ in self._ranks] if shares else []
         self._folder = Path(tempfile.mkdtemp(prefix="penstock-ranks-"))
         for rank in range(layout.world - layout.tensor):
             if rank in self._ranks or rank + layout.tensor in self._ranks:
@@ -131,9 +135,10 @@ class LocalNode:
             far_before=None if before is None or number - each not in far else FarLink(before.sender, far[number - each]),
             far_after=None if after is None or number not in far else FarLink(after.receiver, far[number]),
             experts=self._experts,
+            page_memory=self._page_memory,
         )
         ends = [end for link in (before, after) if link is not None for end in (link.sender, link.receiver)]
-        fds = (self._ring.fd, memory.fd, *mine.values(), *(fd for end in ends for fd in end))
+        fds = (self._ring.fd, memory.fd, *self._page_memory, *mine.values(), *(fd for end in ends for fd in end))
         if self._experts is not None:
             fds += self._experts.descriptors
         name = f"rank {number}" if layout.world > 1 else "the worker"
@@ -211,4 +216,7 @@ class LocalNode:
         self._ring.close()
         for shared in (*self._memories.values(), *self._links.values()):
             shared.close()
+        for descriptor in self._page_memory:
+            os.close(descriptor)
+        self._page_memory = []
         shutil.rmtree(self._folder, ignore_errors=True)

@@ -54,6 +54,8 @@ class WorkerStart(msgspec.Struct, frozen=True, kw_only=True):
     far_after: FarLink | None = None
     experts: CoreExperts | None = None
     """None: each rank has a part of every expert."""
+    page_memory: list[int] = []
+    """As in `Group`."""
 
 
 class Submit(msgspec.Struct, frozen=True, tag="submit"):

@@ -76,6 +76,7 @@ class Worker:
                 start.after,
                 Wires(start.outgoing, start.incoming, start.far_before, start.far_after),
                 start.readers,
+                start.page_memory,
             )
         if start.experts is not None:
             groups["expert_group"] = expert_group(start.experts, rank, parallel, patience, config.cpu_isa, number)

@@ -24,6 +24,7 @@ from penstock.engine.cache.layout import KVLayout, kv_layout
 from penstock.engine.cache.pages import PageGeometry, PageIdentity, kv_dtypes
 from penstock.engine.config import ConfigError, EngineConfig
 from penstock.engine.connectors.host_pages import HostPages
+from penstock.engine.connectors.keepers import keeper_of
 from penstock.engine.connectors.lmcache_store import LmcacheStore
 from penstock.engine.connectors.mooncake_store import MooncakeStore
 from penstock.engine.connectors.moves import Lower, Move, Moved, PageFile
@@ -125,6 +126,8 @@ class RunnerBase(Turns[Runtime, Step, Sampled]):
         heads, model = self._shard.kv_heads(self.decoder_config.num_kv_heads).size, config.model
         kv_dtype = model.kv_dtype or model.dtype
         self._kv_layers = kv_layers(self.decoder_config, heads, kv_dtype, model.max_model_len)
+        self._same_pages = self._shard.replicas(1 if self.decoder_config.latent else self.decoder_config.num_kv_heads)
+        """Neighbouring ranks, this one included, whose pages have the same bytes: those of one KV head, or of a latent."""
         self._kv_dtype: torch.dtype = getattr(torch, self._kv_layers[0].planes[0].dtype)
         drafter = DraftCheckpoint.read(config.speculative, model)
         if drafter is not None:
@@ -485,24 +488,45 @@ class RunnerBase(Turns[Runtime, Step, Sampled]):
             for slot, layer in enumerate(group.layers):
                 self.kv_caches[layer] = plane_views(pages[:, slot], self._kv_layers[layer], group.block_size)["kv"]
 
+    def page_keeper(self) -> int:
+        """Return the rank that stores, brings and sends this rank's pages; see `keeper_of`."""
+        return 0 if self._group is None else keeper_of(self._group.number, self._same_pages, self._group.ranks)
+
     def initialize_offload(self, num_pages: int) -> None:
         """Allocates the host's memory for so many pages."""
-        transfer = self.config.transfer
-        self._host_pages = HostPages(self._pages, num_pages, shared=transfer is not None and transfer.lends)
+        transfer, group, keeper = self.config.transfer, self._group, self.page_keeper()
+        lends = transfer is not None and transfer.lends
+        if group is None or self._same_pages == 1:
+            self._host_pages = HostPages(self._pages, num_pages, shared=lends)
+        else:
+            memory = group.page_memory[keeper % group.ranks]
+            self._host_pages = HostPages(self._pages, num_pages, memory=memory, stores=keeper == group.number)
+
+    def _ranks_here(self) -> tuple[int, int]:
+        """How many ranks there are on this node, and how many of them keep pages."""
+        if (group := self._group) is None:
+            return 1, 1
+        first = group.number - group.number % group.ranks
+        ranks = range(first, first + group.ranks)
+        return len(ranks), len({keeper_of(rank, self._same_pages, group.ranks) for rank in ranks})
+
+    @property
+    def _keeps_pages(self) -> bool:
+        return self._group is None or self.page_keeper() == self._group.number
 
     def open_lower(self, name: Lower) -> list[PageFile]:
         """Opens the place of pages of these weights."""
         cache = self.config.cache
         assert self._host_pages is not None, "there are no tiers"
+        if not self._keeps_pages:
+            return []
         if (mover := self._movers.pop(name, None)) is not None:
             mover.close()
             self._moved[name] = self._moved.get(name, {}) | mover.take()
         namespace, slots = self._namespace(), self._host_pages.slots
         if name == "disk":
             assert cache.disk_folder is not None, "there is no disk tier"
-            files = PageFiles(
-                cache.disk_folder, namespace, slots, cache.disk_bytes, 1 if self._group is None else self._group.ranks
-            )
+            files = PageFiles(cache.disk_folder, namespace, slots, cache.disk_bytes, *self._ranks_here())
             self._movers[name] = files
             return files.found
         if name == "store":
@@ -529,12 +553,17 @@ class RunnerBase(Turns[Runtime, Step, Sampled]):
                 images=_seen_as(model.images, None if self._drafter is None else self._drafter.images),
             ),
             geometry=PageGeometry(
-                layers=tuple(self._kv_layers), layout=self._layout, rank=self._shard.rank, world=self._shard.world
+                layers=tuple(self._kv_layers),
+                layout=self._layout,
+                part=self._shard.rank // self._same_pages,
+                parts=self._shard.world // self._same_pages,
             ),
         )
 
     def move_pages(self, name: Lower, moves: list[Move]) -> None:
         """Begins to move pages; without a place none of them comes to anything."""
+        if not self._keeps_pages:
+            return
         if (mover := self._movers.get(name)) is None:
             lost = {move.number: Moved(0.0, "the folder could not be opened") for move in moves}
             self._moved[name] = self._moved.get(name, {}) | lost
@@ -550,22 +579,24 @@ class RunnerBase(Turns[Runtime, Step, Sampled]):
         """Begins to lend and read pages of these weights; returns their fingerprint on this rank."""
         assert self.config.transfer is not None and self._host_pages is not None, "there is nothing to transfer"
         name = self._namespace().name
+        if not self._keeps_pages:
+            return name
         if self._agent is None:
-            rank = 0 if self._group is None else self._group.number
-            self._agent = Agent(self.config.transfer, name, self._host_pages, rank)
+            self._agent = Agent(self.config.transfer, name, self._host_pages, self.page_keeper() // self._same_pages)
         else:
             self._agent.rename(name)
         return name
 
     def run_errands(self, errands: list[Errand]) -> None:
-        """Does what is asked about pages at other replicas."""
-        assert self._agent is not None, "no pages are lent or read"
-        self._agent.run(errands)
+        """Does what is asked about pages at other replicas, where this rank keeps pages."""
+        assert self._agent is not None or not self._keeps_pages, "no pages are lent or read"
+        if self._agent is not None:
+            self._agent.run(errands)
 
     def take_news(self) -> News:
         """What has become of pages at other replicas since the last call."""
-        assert self._agent is not None, "no pages are lent or read"
-        return self._agent.take()
+        assert self._agent is not None or not self._keeps_pages, "no pages are lent or read"
+        return News({}, [], []) if self._agent is None else self._agent.take()
 
     def _copies(self, plan: StepPlan) -> Future[tuple[float, float]] | None:
         """Begins to copy what the plan says, and gives the seconds that stores and loads have taken; None: nothing is copied."""

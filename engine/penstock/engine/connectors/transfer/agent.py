@@ -4,7 +4,8 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.engine.config import TransferConfig, TransportName
-from penstock.engine.connectors.host_pages import HostPages, SharedSlots
+from penstock.engine.connectors.host_pages import HostPages
+from penstock.engine.connectors.shared_slots import SharedSlots
 from penstock.engine.connectors.transfer.lender import Lender
 from penstock.engine.connectors.transfer.nixl import NixlInlet, NixlOutlet
 from penstock.engine.connectors.transfer.reader import Reader
@@ -21,21 +22,21 @@ class Agent:
         config: The replica's.
         fingerprint: What decides about the bytes of this rank's pages.
         pages: The host's memory; shared where the replica lends.
-        rank: This process, among those of all pipeline stages.
+        part: Of pages that this rank has, counted through all pipeline stages.
 
     Raises:
         ConfigError: The secret cannot be read, the port is taken, or a transport is not there.
     """
 
-    def __init__(self, config: TransferConfig, fingerprint: str, pages: HostPages, rank: int) -> None:
+    def __init__(self, config: TransferConfig, fingerprint: str, pages: HostPages, part: int) -> None:
         secret = read_secret(config.secret)
         self._reader = None
         if config.reads:
-            self._reader = Reader(secret, fingerprint, pages.slots, inlets(config, pages.slots, secret, rank), rank)
+            self._reader = Reader(secret, fingerprint, pages.slots, inlets(config, pages.slots, secret, part), part)
         self._lender = None
         if config.lends:
             assert pages.shared is not None, "this replica lends pages of its own memory alone"
-            ways, address = outlets(config, pages.shared, secret, rank), (config.host, config.port + rank)
+            ways, address = outlets(config, pages.shared, secret, part), (config.host, config.port + part)
             self._lender = Lender(address, secret, config.engine_id, fingerprint, pages.slots, ways)
 
     def run(self, errands: list[Errand]) -> None:
@@ -63,7 +64,7 @@ class Agent:
                 half.rename(fingerprint)
 
 
-def outlets(config: TransferConfig, slots: SharedSlots, secret: bytes, rank: int) -> dict[TransportName, Outlet]:
+def outlets(config: TransferConfig, slots: SharedSlots, secret: bytes, part: int) -> dict[TransportName, Outlet]:
     """Return the lender's half of each transport of the configuration; `ConfigError` for one that this machine lacks."""
     made: dict[TransportName, Outlet] = {}
     for name in config.transports:
@@ -73,11 +74,11 @@ def outlets(config: TransferConfig, slots: SharedSlots, secret: bytes, rank: int
             case "shm":
                 made[name] = SharedMemoryOutlet(slots, secret)
             case "nixl":
-                made[name] = NixlOutlet(f"{config.engine_id}-{rank}-lends", slots.array)
+                made[name] = NixlOutlet(f"{config.engine_id}-{part}-lends", slots.array)
     return made
 
 
-def inlets(config: TransferConfig, slots: npt.NDArray[np.uint8], secret: bytes, rank: int) -> dict[TransportName, Inlet]:
+def inlets(config: TransferConfig, slots: npt.NDArray[np.uint8], secret: bytes, part: int) -> dict[TransportName, Inlet]:
     """Return the reader's half of each transport of the configuration, in its order; `ConfigError` as for `outlets`."""
     made: dict[TransportName, Inlet] = {}
     for name in config.transports:
@@ -87,5 +88,5 @@ def inlets(config: TransferConfig, slots: npt.NDArray[np.uint8], secret: bytes, 
             case "shm":
                 made[name] = SharedMemoryInlet(slots, secret)
             case "nixl":
-                made[name] = NixlInlet(f"{config.engine_id}-{rank}-reads", slots)
+                made[name] = NixlInlet(f"{config.engine_id}-{part}-reads", slots)
     return made

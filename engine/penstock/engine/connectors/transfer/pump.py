@@ -1,6 +1,7 @@
 """Has the ranks lend and read pages, beside the steps."""
 
 import hashlib
+from collections.abc import Sequence
 
 from penstock.engine.connectors.transfer.transfer import Transfer
 from penstock.engine.connectors.transfer.words import News
@@ -16,11 +17,13 @@ class TransferPump:
     Args:
         transfer: Says what is to be done.
         executor: Of the ranks.
+        keepers: Those that lend and read pages.
     """
 
-    def __init__(self, transfer: Transfer, executor: Executor) -> None:
+    def __init__(self, transfer: Transfer, executor: Executor, keepers: Sequence[int]) -> None:
         self._transfer = transfer
         self._executor = executor
+        self._keepers = keepers
         self._polled_at = 0.0
 
     @property
@@ -32,7 +35,8 @@ class TransferPump:
         """Lends and reads pages of the weights that are loaded; `ConfigError` where that cannot be."""
         self.pump(now)  # what is due belongs to the weights before
         names: list[str] = self._executor.call("open_transfer")
-        self._transfer.fingerprint = hashlib.sha256(" ".join(names).encode()).hexdigest()[:32]
+        kept = " ".join(names[keeper] for keeper in self._keepers)
+        self._transfer.fingerprint = hashlib.sha256(kept.encode()).hexdigest()[:32]
 
     def pump(self, now: float) -> None:
         """Has errands done that are due, and takes in what the ranks have heard."""

@@ -52,7 +52,7 @@ class Reader:
         fingerprint: What decides about the bytes of this rank's pages.
         slots: [slots, bytes of a page] of the host's memory.
         inlets: What pages can come by, the best first.
-        rank: Of this process, among those of all pipeline stages: it reads from the same rank of the lender.
+        part: Of pages that this rank has, counted through all pipeline stages: it reads from the rank that lends the same one.
     """
 
     def __init__(
@@ -61,10 +61,10 @@ class Reader:
         fingerprint: str,
         slots: npt.NDArray[np.uint8],
         inlets: Mapping[TransportName, Inlet],
-        rank: int,
+        part: int,
     ) -> None:
         self._secret, self._fingerprint = secret, fingerprint
-        self._slots, self._inlets, self._rank = slots, inlets, rank
+        self._slots, self._inlets, self._part = slots, inlets, part
         self._lock = threading.Lock()
         self._pulled: dict[int, Pulled] = {}
         self._idle: dict[Peer, list[tuple[_Connection, float]]] = {}
@@ -155,7 +155,7 @@ class Reader:
 
     def _connect(self, peer: Peer, deadline: float) -> _Connection:
         timeout = min(CONNECT_S, deadline - time.monotonic())
-        stream = Stream(socket.create_connection((peer.host, peer.port + self._rank), timeout), deadline)
+        stream = Stream(socket.create_connection((peer.host, peer.port + self._part), timeout), deadline)
         try:
             offers = wire.introduce(stream, self._secret, peer.engine_id, self._fingerprint)
             way, transport = self._open(peer, offers, deadline)

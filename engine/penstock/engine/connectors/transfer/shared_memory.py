@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from penstock.engine.connectors.host_pages import SharedSlots
+from penstock.engine.connectors.shared_slots import SharedSlots
 from penstock.engine.connectors.transfer import wire
 from penstock.engine.connectors.transfer.transport import await_read
 from penstock.engine.connectors.transfer.wire import Stream

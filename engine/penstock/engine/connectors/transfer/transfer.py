@@ -20,7 +20,7 @@ class Transfer:
         kv: The cache, which knows what blocks a prefix needs.
         host: The pages.
         page_bytes: Of a page, on each rank.
-        ranks: Of the model.
+        ranks: That lend and read pages.
     """
 
     def __init__(self, config: TransferConfig, kv: KVCacheManager, host: TierIndex, page_bytes: int, ranks: int) -> None:

@@ -20,7 +20,7 @@ class Peer(msgspec.Struct, frozen=True, array_like=True):
     """Drawn at each start, so a restarted replica is another one."""
     host: str
     port: int
-    """Port of rank 0; rank r has the r-th port after it."""
+    """Port of the first part of pages; part p has the p-th port after it."""
 
 
 class Errand(msgspec.Struct, frozen=True, array_like=True):

@@ -198,7 +198,7 @@ def build_executor(
         num_blocks = num_kv_blocks(config, layout, least(executor.call("measure_memory")), step_bytes)
         boot.end("memory")
         executor.call("initialize_kv_cache", num_blocks)
-        if (offload := offload_size(config, layout)) is not None:
+        if (offload := offload_size(config, layout, executor.call("page_keeper"))) is not None:
             executor.call("initialize_offload", offload.pages)
         boot.end("cache")
         executor.call("warm_up")
@@ -250,7 +250,7 @@ def build_core(
 ) -> EngineCore:
     """The core of an engine, with the adapters that it starts with."""
     layout, (ceilings, *_) = _largest_layout(executor), executor.call("ceilings")
-    known = layout.groups, ceilings, offload_size(config, layout)
+    known = layout.groups, ceilings, offload_size(config, layout, executor.call("page_keeper"))
     core = EngineCore(config, executor, num_blocks, epoch, engine_index, *known, wave)
     core.open_connectors()
     if config.lora is not None:

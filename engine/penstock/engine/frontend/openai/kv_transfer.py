@@ -69,12 +69,8 @@ class KVTransfer:
             raise _refused(f"do_remote_prefill: this engine reads no pages, it is a {self.config.role}")
         if not hmac.compare_digest(remote.signature.encode(), self._signature(remote).encode()):
             raise _refused("signature is not that of a replica with the same secret (--kv-transfer-secret-file)")
-        for name, theirs, ours in (
-            ("tp_size", remote.tp_size, self._parallel.tensor_parallel_size),
-            ("pp_size", remote.pp_size, self._parallel.pipeline_parallel_size),
-        ):
-            if theirs != ours:
-                raise _refused(f"{name} is {theirs}, and here it is {ours}: both must be equal")
+        if remote.pp_size != (ours := self._parallel.pipeline_parallel_size):
+            raise _refused(f"pp_size is {remote.pp_size}, and here it is {ours}: both must be equal")
         return RemotePrefix(
             lease=remote.remote_request_id,
             engine_id=remote.remote_engine_id,
