@@ -406,10 +406,12 @@ def test_a_secret_is_needed_and_must_be_long_enough(tmp_path):
             transfer_config(good, None if path is None else str(path))
 
 
-def test_a_port_that_is_taken_is_named(pair):
+def test_a_port_that_is_taken_or_an_address_of_no_interface_is_named(pair):
     it = pair()
-    with pytest.raises(ConfigError, match=f"127.0.0.1:{it.port} cannot be listened on"):
+    with pytest.raises(ConfigError, match=f"127.0.0.1:{it.port} cannot be listened on: Address already in use"):
         Lender(("127.0.0.1", it.port), SECRET, "x", "same", it.lent, {})
+    with pytest.raises(ConfigError, match=r"203.0.113.7:\d+ cannot be listened on: Cannot assign requested address"):
+        Lender(("203.0.113.7", it.port), SECRET, "x", "same", it.lent, {})
 
 
 def test_a_transport_whose_package_is_missing_stops_the_start_with_the_command(tmp_path, monkeypatch):

@@ -256,6 +256,16 @@ def test_gloo_notices_a_rank_that_has_gone(tmp_path):
     assert told.startswith("rank 0 could not exchange with the others: ")
 
 
+def test_a_network_interface_that_does_not_exist_is_named(tmp_path, monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nowhere0")
+
+    def life(rank: int) -> str:
+        return caught(lambda: GlooComm(f"file://{tmp_path}/meeting", rank, 2, 5.0))
+
+    for rank, told in enumerate(Ranks(2, life).results()):
+        assert told.startswith(f"rank {rank} has not found the other 1 at ") and "nowhere0" in told
+
+
 def test_a_group_that_never_meets_is_an_error_by_name(tmp_path):
     def life(rank: int) -> str:
         return caught(lambda: GlooComm(f"file://{tmp_path}/meeting", rank, 2, 0.5))
