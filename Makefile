@@ -96,8 +96,8 @@ wheelhouse: setup ## the wheels that an offline GPU machine lacks, into build/wh
 production: setup ## more kernels, as other families and steps launch them, compiled ahead for a GPU (minutes)
 	@$(BIN)/python -m pytest -m production -n auto --timeout=1800 kernels $(ARGS)
 
-gpu: setup ## what needs a CUDA device (skips by name elsewhere)
-	@$(BIN)/python -m pytest -m gpu
+gpu: setup ## what needs a CUDA device, and the kernels' other tests compiled for it (skips by name elsewhere)
+	@$(BIN)/python -m pytest -m "gpu or compiled"
 
 requirements: setup ## which requirement rows have a test
 	@$(BIN)/python docs/requirements/coverage.py

@@ -76,9 +76,13 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log):
     return TakingOver(config, log)
 
 
+FOR_DEVICES = ("gpu", "compiled", "gpu or compiled")
+"""What to run on a CUDA device: nothing else, so that nothing is interpreted."""
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Has Triton's kernels interpreted where there is no CUDA device to compile them for: they are decorated for one or other."""
-    if config.option.markexpr != "gpu" and not Path("/dev/nvidiactl").exists():
+    if config.option.markexpr not in FOR_DEVICES and not Path("/dev/nvidiactl").exists():
         os.environ["TRITON_INTERPRET"] = "1"
 
 
@@ -123,14 +127,18 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skips by name what needs a CUDA device where there is none; leaves out what is for production alone, unless it is asked
-    for; begins with the longest files."""
+    """Marks what launches kernels and has them compiled in this run; skips by name what needs a CUDA device where there is none;
+    leaves out what is for production alone, unless it is asked for; begins with the longest files."""
     items.sort(key=lambda item: item.path.name not in LONGEST)
     if "production" not in config.option.markexpr:
         late = [item for item in items if item.get_closest_marker("production")]
         config.hook.pytest_deselected(items=late)
         items[:] = [item for item in items if item not in late]
-    on_gpu = [item for item in items if item.get_closest_marker("gpu")]
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        for item in items:
+            if "triton_device" in getattr(item, "fixturenames", ()) and not item.get_closest_marker("gpu"):
+                item.add_marker("compiled")
+    on_gpu = [item for item in items if item.get_closest_marker("gpu") or item.get_closest_marker("compiled")]
     if not on_gpu:
         return
     import torch

@@ -31,7 +31,8 @@ def rows_run(found: Row, shown: Mapping[str, Sequence[str]]) -> list[str]:
         shown: Row → tests that show it, `FILE::NAME`; tests of files that the report has nothing of do not count.
     """
     outcomes: dict[str, set[str]] = {}
-    for file, its in found["tests"].items():
+    for name, its in found["tests"].items():
+        file = name.removesuffix(" --compiled")
         for row in its.get("rows", []):
             outcomes.setdefault(f"{file}::{row['test'].partition('[')[0]}", set()).add(row["outcome"])
     return sorted(

@@ -68,6 +68,22 @@ TESTS_ALONE = (
     "engine/tests/runner/device/test_ceilings.py",
 )
 """Those that measure memory or bandwidth: nothing else may use the device meanwhile."""
+COMPILED = (
+    "kernels/tests/test_production_tables.py",
+    "kernels/tests/test_sampling.py",
+    "kernels/tests/test_triton_attention.py",
+    "kernels/tests/test_triton_eight_bits.py",
+    "kernels/tests/test_few_rows.py",
+    "kernels/tests/test_triton_quantized.py",
+    "kernels/tests/test_triton_dense.py",
+    "kernels/tests/test_triton_norm.py",
+    "kernels/tests/test_triton_lora.py",
+    "kernels/tests/test_triton_experts.py",
+    "kernels/tests/test_latent_attention_op.py",
+    "kernels/tests/test_sampling_extras.py",
+    "kernels/tests/test_step_state.py",
+)
+"""Files whose kernels are interpreted elsewhere, and compiled here: mostly small cases, of many variants. They come last."""
 FIGURES_FIRST = ("itl_0.6b", "itl_8b", "decode_attention", "prefill_attention", "sampling", "host_time", "nano_0.6b")
 SWEEPS = ("decode", "prefill")
 
@@ -92,8 +108,11 @@ def items(dry: bool) -> list[list[Item]]:
     figures = [Item("figures", name, _limit(name), ("-m", "gpu.run", name, *stand_ins)) for name in FIGURES_FIRST]
     sweeps = [Item("sweeps", name, 60, ("-m", "gpu.sweep", name, *stand_ins)) for name in SWEEPS]
     traces = [Item("traces", "qwen3-0.6b", 60, ("-m", "gpu.trace", "qwen3-0.6b", *stand_ins))]
+    compiled = [
+        Item("tests", f"{file} --compiled", 240, ("-m", "gpu.test_file", file, "--compiled", *stand_ins)) for file in COMPILED
+    ]
     late = [Item("figures", name, _limit(name), ("-m", "gpu.run", name, *stand_ins)) for name in _others()]
-    return [beside, *([it] for it in (*figures[:4], *sweeps, *traces, *alone, *figures[4:], *late))]
+    return [beside, *([it] for it in (*figures[:4], *sweeps, *traces, *alone, *figures[4:], *late)), compiled]
 
 
 def _limit(name: str) -> float:

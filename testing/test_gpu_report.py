@@ -39,19 +39,23 @@ def test_a_dry_run_passes_through_everything_and_a_second_one_has_nothing_to_do(
     assert all(its["ended"] for part in ("tests", "figures", "sweeps", "traces") for its in found[part].values())
     assert found["sweeps"]["decode"]["best"] and found["traces"]["qwen3-0.6b"]["rows"][0]["launches"] == 1
     suites = ET.parse(tmp_path / "report.junit.xml").getroot()
-    assert {suite.get("name") for suite in suites} == {*gpu_report.TESTS, *gpu_report.TESTS_ALONE}
+    compiled = {f"{file} --compiled" for file in gpu_report.COMPILED}
+    assert {suite.get("name") for suite in suites} == {*gpu_report.TESTS, *gpu_report.TESTS_ALONE, *compiled}
     again = subprocess.run(command, capture_output=True, text=True)
     assert again.returncode == 0 and "  0 s" not in again.stdout, "nothing was run a second time"
 
 
-def test_every_file_with_gpu_tests_is_in_the_list():
-    marked = {
+@pytest.mark.parametrize(
+    ("word", "files"), [("mark.gpu", (*gpu_report.TESTS, *gpu_report.TESTS_ALONE)), ("triton_device", gpu_report.COMPILED)]
+)
+def test_every_file_with_tests_for_a_gpu_is_in_a_list(word, files):
+    found = {
         file.relative_to(ROOT).as_posix()
         for package in ("kernels", "engine")
         for file in (ROOT / package / "tests").rglob("test_*.py")
-        if "mark.gpu" in file.read_text()
+        if word in file.read_text()
     }
-    assert marked == {*gpu_report.TESTS, *gpu_report.TESTS_ALONE}
+    assert found == set(files)
 
 
 def item(code: str, name: str = "x", limit_s: float = 30.0) -> Item:
@@ -105,10 +109,14 @@ def test_a_test_that_fails_is_a_finding_with_its_words(capsys):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device is there")
-def test_a_files_gpu_tests_are_collected_by_name():
+@pytest.mark.parametrize(
+    ("file", "option"), [("kernels/tests/test_gpu_reference.py", []), ("kernels/tests/test_triton_norm.py", ["--compiled"])]
+)
+def test_a_files_gpu_tests_are_collected_by_name(file, option):
+    """Also those that interpret kernels where they are not asked for as compiled ones."""
     done = subprocess.run(
-        [sys.executable, "-m", "gpu.test_file", "kernels/tests/test_gpu_reference.py"],
-        cwd=ROOT / "benchmarks", env=environment(), capture_output=True, text=True,
+        [sys.executable, "-m", "gpu.test_file", file, *option],
+        cwd=ROOT / "benchmarks", env={**environment(), "TRITON_INTERPRET": "0"}, capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     last = json.loads(done.stdout.splitlines()[-1])
@@ -154,14 +162,16 @@ def test_a_row_has_run_when_all_of_its_tests_passed():
     tests = {
         "a.py": {"rows": [{"test": "test_x[1]", "outcome": "passed"}, {"test": "test_x[2]", "outcome": "failure"}]},
         "b.py": {"rows": [{"test": "test_y", "outcome": "passed"}, {"test": "test_z", "outcome": "skipped"}]},
+        "c.py --compiled": {"rows": [{"test": "test_w", "outcome": "passed"}]},
     }
     shown = {
         "R-1": ["a.py::test_x"],
         "R-2": ["b.py::test_y", "cpu.py::test_q"],
         "R-3": ["b.py::test_z"],
         "R-4": ["cpu.py::test_q"],
+        "R-5": ["c.py::test_w"],
     }
-    assert gpu_publish.rows_run({"tests": tests}, shown) == ["R-2"]
+    assert gpu_publish.rows_run({"tests": tests}, shown) == ["R-2", "R-5"]
 
 
 def test_figures_are_published_with_the_machine_the_day_and_what_failed():

@@ -1,4 +1,7 @@
-"""The GPU tests of one file, in this process: `python -m gpu.test_file FILE`, from the folder above; a line of JSON for each."""
+"""The GPU tests of one file, in this process: `python -m gpu.test_file FILE`, from the folder above; a line of JSON for each.
+
+With `--compiled`: those that interpret kernels where there is no GPU.
+"""
 
 import json
 import os
@@ -37,24 +40,24 @@ class Lines:
         print(json.dumps({"rows": [row], **self._counts}), file=self._to, flush=True)
 
 
-def main(file: str, dry: bool = False) -> int:
+def main(file: str, mark: str = "gpu", dry: bool = False) -> int:
     """Runs the file's tests. A test that fails is a finding; only tests that cannot be run at all are an error."""
     with os.fdopen(os.dup(1), "w") as to:
         os.dup2(2, 1)  # what pytest and the tests themselves print is for the log
-        return _run(file, Lines(to), dry)
+        return _run(file, mark, Lines(to), dry)
 
 
-def _run(file: str, lines: Lines, dry: bool) -> int:
+def _run(file: str, mark: str, lines: Lines, dry: bool) -> int:
     if dry:
         lines.say("a stand-in", "passed", 0.0, "")
         return 0
     import pytest
 
     os.chdir(ROOT)
-    options = ["-m", "gpu", "-q", "-p", "no:cacheprovider", f"--timeout={TIMEOUT_S}", file]
+    options = ["-m", mark, "-q", "-p", "no:cacheprovider", f"--timeout={TIMEOUT_S}", file]
     status = pytest.main(options, plugins=[lines])
     return 0 if status in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_TESTS_COLLECTED) else int(status)
 
 
 if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1], "--dry-run" in sys.argv))
+    raise SystemExit(main(sys.argv[1], "compiled" if "--compiled" in sys.argv else "gpu", "--dry-run" in sys.argv))

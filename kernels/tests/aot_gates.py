@@ -124,6 +124,7 @@ FAMILIES = {
     "E4M3 beside float16": attention(EIGHT_B, 9, 2048, 2048, dtype=torch.float16, kept=torch.float8_e4m3fn),
     "int8 beside float16, 8 drafts": attention(EIGHT_B, 8, 8, 64, dtype=torch.float16, kept=torch.int8),
     "Gemma 3 12B, E4M3 within a window": attention((16, 8, 256), 9, 2048, 2048, window=1024, kept=torch.float8_e4m3fn),
+    "Gemma 3 12B, batch-invariant": attention((16, 8, 256), 9, 2048, 2048, window=1024, table=invariant_launches),
     "gpt-oss, int8, sinks within a window": attention((64, 8, 64), 9, 2048, 2048, window=128, sinks=True, kept=torch.int8),
 }
 """Attention as steps and models launch it that are not in the above."""

@@ -65,18 +65,37 @@ def both(logits, params, positions, device, candidates=64, path=Path.FILTERED, m
     ],
 )
 def test_tokens_and_what_filters_leave_equal_the_reference(triton_device, vocab, dtype, shape, candidates):
+    # In a vocabulary of thousands, float32 sums may end a nucleus, or a draw, one token apart.
+    compare(triton_device, vocab, dtype, shape, list(FILTERS), candidates, allowed=0 if vocab < 10_000 else 2)
+
+
+@pytest.mark.req("SMP-08", "SMP-09", "SMP-10")
+@pytest.mark.parametrize(
+    ("vocab", "dtype", "shape", "names"),
+    [
+        (20_000, torch.bfloat16, "spread", ["k", "p", "p-much", "min-p", "all-three"]),
+        (128_256, torch.bfloat16, "ties", ["greedy", "all", "k-more-than-there-are", "p", "p-of-min-p"]),
+        (151_936, torch.bfloat16, "spread", ["hot", "k-many", "p", "min-p-little"]),
+        (151_936, torch.float32, "flat", ["k-many", "p-much", "all-three"]),
+    ],
+)
+def test_tiles_of_real_vocabularies_equal_the_reference(triton_device, vocab, dtype, shape, names):
+    """The tiles, chunks and warps of production, for few rows: of 512, 2,048 and 4,096 tokens."""
+    compare(triton_device, vocab, dtype, shape, names)
+
+
+def compare(device, vocab, dtype, shape, names, candidates=64, allowed=0):
+    """Draws a row with each of the filters; so many may differ from the reference."""
     torch.manual_seed(vocab)
-    logits = torch.randn(len(FILTERS), vocab) * {"spread": 3.0, "flat": 0.1, "ties": 2.0, "peak": 1.0}[shape]
+    logits = torch.randn(len(names), vocab) * {"spread": 3.0, "flat": 0.1, "ties": 2.0, "peak": 1.0}[shape]
     if shape == "ties":
         logits = logits.round()
     if shape == "peak":
         logits[:, 3] += 30
-    positions = [100 + 17 * row for row in range(len(FILTERS))]
-    expected, found = both(logits.to(dtype), [words(**each) for each in FILTERS.values()], positions, triton_device, candidates)
-    # In a vocabulary of thousands, float32 sums may end a nucleus, or a draw, one token apart.
-    allowed = 0 if vocab < 10_000 else 2
+    positions = [100 + 17 * row for row in range(len(names))]
+    expected, found = both(logits.to(dtype), [words(**FILTERS[name]) for name in names], positions, device, candidates)
     for what, here, there in zip(("result", "threshold", "last id"), expected, found, strict=True):
-        wrong = [n for n, row in zip(FILTERS, range(len(here)), strict=True) if not close(here[row], there[row])]
+        wrong = [n for n, row in zip(names, range(len(here)), strict=True) if not close(here[row], there[row])]
         assert len(wrong) <= allowed, (what, wrong, here, there)
 
 

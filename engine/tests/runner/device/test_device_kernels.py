@@ -20,10 +20,8 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.mark.req("PERF-09")
-def test_interpreted_kernels_give_the_tokens_of_a_cpu(checkpoint, build_runner, build_device_runner, triton_device):
+def test_interpreted_kernels_give_the_tokens_of_a_cpu(checkpoint, build_runner, build_device_runner, interpreted):
     """A prompt in chunks beside decodes; a greedy and a filtered row; two steps in flight."""
-    if triton_device != "cpu":
-        pytest.skip("kernels are compiled in this run")
     scheduler = SchedulerConfig(max_num_seqs=2, max_num_batched_tokens=8)
     batch = []
     for index in range(2):
