@@ -74,7 +74,8 @@ def template_variables(body: Mapping[str, Any], known: frozenset[str]) -> dict[s
         where = f"chat_template_kwargs.{name}"
         if name in _RESERVED:
             raise PromptError(f"{where} is not for requests to set", where)
-    check_depth(given, "chat_template_kwargs")
+    if given:
+        check_depth(given, "chat_template_kwargs")
     effort = body.get("reasoning_effort")
     if effort is None:
         return given

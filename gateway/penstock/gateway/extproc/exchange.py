@@ -294,17 +294,21 @@ class Exchange:
     def _observe(self, message: ProcessingRequest) -> None:
         """Take in a message that needs no answer: our own Envoys report the heads of responses in this way."""
         if self._headers is None and message.HasField("response_headers"):
-            self._response_alone(message)
+            self._returned(message)
 
     def _response_alone(self, message: ProcessingRequest) -> ProcessingResponse:
-        """The response to a request of another exchange, or one that the gateway has made itself."""
+        """The answer to the response to a request of another exchange, or one that the gateway has made itself."""
+        return answers.response_headers(self._returned(message))
+
+    def _returned(self, message: ProcessingRequest) -> list[tuple[str, str]]:
+        """Takes in the head of such a response; returns headers to add to it."""
         self.over = self._headers is None
         fields = message.metadata_context.filter_metadata.get(headers.LOG_NAMESPACE)
         if fields is None or headers.BOOKING not in fields.fields or self._inference_pool is not None:
-            return answers.response_headers()
+            return []
         noted = {name: fields.fields[name].string_value for name in _NOTED if name in fields.fields}
         head = ResponseHead(headers=read_headers(message.response_headers.headers), served=_served(message))
-        return answers.response_headers(self._director.returned(noted, head))
+        return self._director.returned(noted, head)
 
     def _hint(self, message: ProcessingRequest) -> None:
         """Callers differ in which message carries the subset: whichever does counts."""

@@ -12,7 +12,7 @@ from grpc.aio import EOF, AbortError  # pyright: ignore[reportAttributeAccessIss
 from penstock.gateway.h2 import limits
 from penstock.gateway.h2.connection import Connection
 from penstock.gateway.h2.frames import Code
-from penstock.gateway.h2.messages import OK, RESPONSE_HEAD, Assembler, CallFault, Compressed, prefixed, trailers
+from penstock.gateway.h2.messages import OK, OK_ALONE, RESPONSE_HEAD, Assembler, CallFault, Compressed, prefixed, trailers
 from penstock.gateway.h2.stream import Stream
 from penstock.gateway.h2.worker import PAUSE, Worker
 
@@ -238,8 +238,10 @@ class Call:
         self._peer.left()
 
     def _finish(self, code: grpc.StatusCode, details: str) -> None:
-        plain = code is grpc.StatusCode.OK and self._headed
-        block = OK if plain else trailers(code, details, alone=not self._headed)
+        if code is grpc.StatusCode.OK and not details:
+            block = OK if self._headed else OK_ALONE
+        else:
+            block = trailers(code, details, alone=not self._headed)
         self._peer.connection.egress.end(self._stream, block)
         self._peer.flush_soon()
 

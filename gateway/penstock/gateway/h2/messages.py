@@ -145,4 +145,4 @@ def trailers(code: grpc.StatusCode, details: str, *, alone: bool) -> bytes:
     return RESPONSE_HEAD + block if alone else block
 
 
-OK = trailers(grpc.StatusCode.OK, "", alone=False)
+OK, OK_ALONE = (trailers(grpc.StatusCode.OK, "", alone=alone) for alone in (False, True))
