@@ -283,6 +283,10 @@ bench-operator: e2e-build ## the operator with 1,000 models and 5,000 pods on a 
 bench-soak: setup ## does a replica leak? Half an hour of mixed traffic, aborts and kills (ARGS="--minutes 1": a smoke test)
 	@$(BIN)/python benchmarks/bench_soak.py $(ARGS)
 
+.PHONY: bench-starts
+bench-starts: setup ## do ranks leave anything behind? 1,000 starts that end in every way (ARGS="--starts 40": a smoke test)
+	@$(BIN)/python benchmarks/bench_starts.py $(ARGS)
+
 PROSE := README.md CONTRIBUTING.md CHANGELOG.md docs examples charts manifests monitoring \
 	common engine kernels gateway operator client sim conformance
 .PHONY: lint types format lock lock-peers

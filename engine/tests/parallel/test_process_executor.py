@@ -313,7 +313,10 @@ async def test_the_death_of_a_rank_is_the_end_of_a_core_in_ones_own_process_too(
     assert gone(ranks)
 
 
-async def test_ranks_end_with_a_core_that_is_killed(eventually):
+async def test_ranks_end_with_a_core_that_is_killed(eventually, monkeypatch):
+    folder = tempfile.TemporaryDirectory(prefix="own-")
+    monkeypatch.setattr(tempfile, "tempdir", folder.name)
+    monkeypatch.setenv("TMPDIR", folder.name)
     client = CoreClient(config_of(2), runner=RUNNER)
     try:
         await client.start()
@@ -322,3 +325,5 @@ async def test_ranks_end_with_a_core_that_is_killed(eventually):
         eventually(lambda: gone(children))
     finally:
         await client.close()
+    assert not list(Path(folder.name).iterdir()), "nor is a folder left"
+    folder.cleanup()

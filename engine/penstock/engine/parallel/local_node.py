@@ -2,15 +2,12 @@
 
 import logging
 import os
-import shutil
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Final
 
 from penstock.engine.config import EngineConfig
@@ -96,7 +93,7 @@ class LocalNode:
         self._memories = {number: SharedMemory.create(layout.tensor) for number in sorted({*map(layout.stage, self._ranks)})}
         shares = layout.tensor > 1 and config.cache.offload_bytes > 0
         self._page_memory = [page_memory() for _ in self._ranks] if shares else []
-        self._folder = Path(tempfile.mkdtemp(prefix="penstock-ranks-"))
+        self._meetings = {number: os.memfd_create("penstock-meeting") for number in self._memories}
         for rank in range(layout.world - layout.tensor):
             if rank in self._ranks or rank + layout.tensor in self._ranks:
                 self._links[rank] = Link()
@@ -114,7 +111,8 @@ class LocalNode:
 
     def _start(self, number: int, config: EngineConfig, runner: str, wires: Mapping[Wire, socket.socket]) -> None:
         """Start the process of a rank."""
-        layout, memory = self._layout, self._memories[self._layout.stage(number)]
+        layout, stage = self._layout, self._layout.stage(number)
+        memory, meeting = self._memories[stage], self._meetings[stage]
         each, before, after = layout.tensor, self._links.get(number - layout.tensor), self._links.get(number)
         mine = {wire: stream.fileno() for wire, stream in wires.items() if number in wire}
         same = {wire for wire in mine if layout.stage(wire.sender) == layout.stage(wire.receiver)}
@@ -127,7 +125,7 @@ class LocalNode:
             readers=len(self._ranks),
             ring=self._ring.fd,
             memory=memory.fd,
-            meeting=f"file://{self._folder}/meeting-{layout.stage(number)}",
+            meeting=f"file:///proc/self/fd/{meeting}",
             before=None if before is None else before.receiver,
             after=None if after is None else after.sender,
             outgoing=[(mine[wire], wire.receiver % each) for wire in sorted(same) if wire.sender == number],
@@ -138,7 +136,7 @@ class LocalNode:
             page_memory=self._page_memory,
         )
         ends = [end for link in (before, after) if link is not None for end in (link.sender, link.receiver)]
-        fds = (self._ring.fd, memory.fd, *self._page_memory, *mine.values(), *(fd for end in ends for fd in end))
+        fds = (self._ring.fd, memory.fd, meeting, *self._page_memory, *mine.values(), *(fd for end in ends for fd in end))
         if self._experts is not None:
             fds += self._experts.descriptors
         name = f"rank {number}" if layout.world > 1 else "the worker"
@@ -216,7 +214,6 @@ class LocalNode:
         self._ring.close()
         for shared in (*self._memories.values(), *self._links.values()):
             shared.close()
-        for descriptor in self._page_memory:
+        for descriptor in (*self._page_memory, *self._meetings.values()):
             os.close(descriptor)
-        self._page_memory = []
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._page_memory, self._meetings = list[int](), dict[int, int]()
