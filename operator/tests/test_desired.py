@@ -260,6 +260,8 @@ def test_nodes_that_cannot_be_are_refused_at_apply(make: Any) -> None:
         make.model(pools=[accelerated])
     transfer = {"engine": {"connector": {"type": "transfer", "secretRef": {"name": "kv"}, "memory": "1Gi"}}}
     roles = [{"name": role.lower(), "role": role, "parallelism": {"tensor": 2, "nodes": 2}} for role in ("Prefill", "Decode")]
+    cores = [pool | {"parallelism": {"data": 2 + at}} for at, pool in enumerate(roles)]
+    assert unsupported(make.model(pools=cores, **transfer).spec) == [], "each has cores of its own"
     works = "(only 1 works with engine.connector of type transfer)"
     found = unsupported(make.model(pools=roles, **transfer).spec)
     assert [f"spec.pools[{pool['name']}].parallelism.nodes {works}" for pool in roles] == found

@@ -372,7 +372,7 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError("--kv-transfer-config: an engine that embeds lends no pages")
         if not self.kv_offload_memory_bytes:
             raise ConfigError("--kv-transfer-config: pages travel through host memory; it needs --kv-offload-memory-bytes")
-        ranks = self.tensor_parallel_size * self.pipeline_parallel_size
+        ranks = self.tensor_parallel_size * self.pipeline_parallel_size * self.data_parallel_size
         return transfer_config(self.kv_transfer_config, self.kv_transfer_secret_file, ranks)
 
     def _check_cache_dtype(self, model: ModelConfig, device: Literal["cpu", "cuda"]) -> None:
@@ -394,11 +394,8 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
     def _check_ranks(self, folder: Path, architecture: str, device: Literal["cpu", "cuda"]) -> None:
         """Refuses a number of ranks among which the model cannot be divided."""
         world, stages = self.tensor_parallel_size, self.pipeline_parallel_size
-        if (copies := self.data_parallel_size) > 1:
-            if device == "cuda":
-                raise ConfigError(f"--data-parallel-size {copies}: several cores run on a CPU alone so far (--device cpu)")
-            if self.kv_transfer_config is not None:
-                raise ConfigError(f"--kv-transfer-config does not go with --data-parallel-size {copies} so far")
+        if (copies := self.data_parallel_size) > 1 and device == "cuda":
+            raise ConfigError(f"--data-parallel-size {copies}: several cores run on a CPU alone so far (--device cpu)")
         if world == stages == copies == 1 and not self.enable_expert_parallel:
             return
         from penstock.engine.loading.json_files import read_object

@@ -259,6 +259,10 @@ class Lent(msgspec.Struct, frozen=True, array_like=True):
     blocks: list[list[int]]
     """Slots of the host's memory, of each KV group."""
     fingerprint: str
+    engine_id: str
+    """Of the core that lends: data-parallel ranks have addresses of their own."""
+    port: int
+    """Of its first part of pages."""
 
 
 class Finished(msgspec.Struct, frozen=True, array_like=True):

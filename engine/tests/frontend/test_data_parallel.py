@@ -20,9 +20,10 @@ from penstock.api.events import BlockStored, EventBatch
 from penstock.api.load_report import LoadReport
 from penstock.api.merged_load import merged
 from penstock.engine import LLM, ConfigError, SamplingParams
+from penstock.engine.args import EngineArgs
 from penstock.engine.commands import PinPrefix, ResetPrefixCache
 from penstock.engine.core.ipc.calls import CommandRefused
-from penstock.engine.frontend.data_parallel import busyness, check_ports, combined, pick
+from penstock.engine.frontend.data_parallel import busyness, check_ports, combined, pick, rank_config
 
 pytestmark = pytest.mark.slow
 
@@ -109,6 +110,22 @@ def test_event_ports_of_ranks_that_would_meet_are_refused():
         check_ports(5557, 5559, 2)
     with pytest.raises(ConfigError, match="65536"):
         check_ports(5557, 65_534, 2)
+
+
+@pytest.mark.req("PD-04")
+def test_each_rank_lends_pages_on_ports_of_its_own_and_under_a_name_of_its_own(tmp_path):
+    secret = tmp_path / "secret"
+    secret.write_text("a secret of many bytes")
+    transfer = {"kv_connector": "transfer", "kv_role": "kv_both", "kv_port": 20_000}
+    model = Path(__file__).parents[3] / "examples/models/penstock-tiny"
+    flags: dict[str, Any] = {"model": str(model), "device": "cpu", "kv_offload_memory_bytes": 2**20, "data_parallel_size": 3}
+    flags |= {"kv_transfer_secret_file": str(secret), "tensor_parallel_size": 2}
+    config = EngineArgs(**flags, kv_transfer_config=transfer).config()
+    given = [rank_config(config, rank).transfer for rank in range(3)]
+    assert [it.port for it in given if it is not None] == [20_000, 20_002, 20_004]
+    assert len({it.engine_id for it in given if it is not None}) == 3
+    with pytest.raises(ConfigError, match="kv_port 65531: 6 ranks lend on ports up to 65536"):
+        EngineArgs(**flags, kv_transfer_config=transfer | {"kv_port": 65_531}).config()
 
 
 def test_python_has_data_parallel_ranks_too(llama, expected):

@@ -94,10 +94,11 @@ def sent(tokens):
     return (tokens - 1) // BLOCK * BLOCK
 
 
-def lend(server, prompt=PROMPT, **body):
+def lend(server, prompt=PROMPT, on_rank=None, **body):
     """What llm-d's sidecar asks a prefill replica."""
     params = {"do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None, "remote_block_ids": None}
-    answer = ask(server, prompt=prompt, **{**body, "max_tokens": 1, "kv_transfer_params": params})
+    headers = {} if on_rank is None else {"X-data-parallel-rank": str(on_rank)}
+    answer = ask(server, prompt=prompt, headers=headers, **{**body, "max_tokens": 1, "kv_transfer_params": params})
     return answer["kv_transfer_params"]
 
 
@@ -293,3 +294,22 @@ def test_ranks_read_from_the_same_ranks(start, ranks, told):
     wait_for(lambda: is_free(prefill) and is_free(decode), 5)
     one = start("kv_consumer")
     assert told in refused(one, prompt=PROMPT, kv_transfer_params=lend(prefill))[1]["message"]
+
+
+def test_pairs_have_data_parallel_ranks_too(start):
+    """Each rank lends on a port of its own, and any rank reads from any."""
+    prefill, decode = start("kv_producer", "-dp", "2"), start("kv_consumer", "-dp", "2")
+    expected = ask(prefill, prompt=PROMPT)["choices"][0]["text"]
+    lent = [lend(prefill, prompt=PROMPT, cache_salt=str(rank), on_rank=rank) for rank in (0, 1)]
+    ports, names = [params["remote_port"] for params in lent], {params["remote_engine_id"] for params in lent}
+    assert ports[1] == ports[0] + 1 and len(names) == 2
+    for rank, params in enumerate(lent):
+        headers = {"X-data-parallel-rank": str(1 - rank)}
+        answer = ask(decode, prompt=PROMPT, cache_salt=str(rank), kv_transfer_params=params, headers=headers)
+        assert answer["choices"][0]["text"] == expected
+        assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == params["remote_num_tokens"] > 0
+    answer = ask(decode, prompt=PROMPT, cache_salt="a third", headers=prefiller(prefill))
+    assert answer["choices"][0]["text"] == expected
+    assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == lent[0]["remote_num_tokens"]
+    assert metric(decode, "penstock_kv_transfer_failed_pages") == 0
+    wait_for(lambda: is_free(prefill) and is_free(decode), 5)

@@ -73,8 +73,9 @@ class Side:
         return None if lent is None else self.remote(lent)
 
     def remote(self, lent):
-        it, blocks = self.transfer, [len(blocks) for blocks in lent.blocks]
-        return RemotePrefix(lent.lease, it.engine_id, it.host, it.port, lent.fingerprint, lent.num_tokens, blocks)
+        blocks = [len(blocks) for blocks in lent.blocks]
+        where = lent.engine_id, self.transfer.host, lent.port
+        return RemotePrefix(lent.lease, *where, lent.fingerprint, lent.num_tokens, blocks)
 
     def told(self):
         return self.core.stats().offload

@@ -107,8 +107,6 @@ def _pool(pool: Pool, *, transfers: bool) -> Iterator[str]:
             yield f"{path}.parallelism.{name} (only 1 works with devices; more work on CPUs)"
     if ranks.nodes != 1 and transfers:
         yield f"{path}.parallelism.nodes (only 1 works with engine.connector of type transfer)"
-    if ranks.data != 1 and transfers and not pool.has_devices:
-        yield f"{path}.parallelism.data (only 1 works with engine.connector of type transfer)"
     if ranks.expert.enabled and pool.has_devices:
         yield f"{path}.parallelism.expert.enabled (experts are spread on CPUs alone)"
     elif ranks.expert.enabled and ranks.pipeline != 1 and ranks.data != 1:

@@ -46,13 +46,16 @@ def header_rank(value: str | None, size: int) -> int | None:
 
 
 def rank_config(config: EngineConfig, rank: int) -> EngineConfig:
-    """What one rank's core is started with: its files lie in a folder of its own."""
+    """What one rank's core is started with: its files lie in a folder of its own, and it lends pages on ports of its own."""
     if config.parallel.data_parallel_size == 1:
         return config
-    cache, folder = config.cache, config.cache.disk_folder
+    cache, folder, transfer = config.cache, config.cache.disk_folder, config.transfer
     if folder is not None:
         cache = msgspec.structs.replace(cache, disk_folder=folder / f"rank-{rank}")
-    return msgspec.structs.replace(config, cache=cache)
+    if transfer is not None:
+        port = transfer.port + rank * config.parallel.world
+        transfer = msgspec.structs.replace(transfer, engine_id=f"{transfer.engine_id}-{rank}", port=port)
+    return msgspec.structs.replace(config, cache=cache, transfer=transfer)
 
 
 def port_of(base: int, rank: int) -> int:

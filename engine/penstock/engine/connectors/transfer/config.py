@@ -49,7 +49,7 @@ def transfer_config(keys: dict[str, Any], secret: str | None, ranks: int = 1) ->
     Args:
         keys: vLLM's.
         secret: `--kv-transfer-secret-file`.
-        ranks: Of the model, each of which lends on a port of its own.
+        ranks: Of all cores, each of which lends on a port of its own.
     """
     given = _read(keys, _Keys, "--kv-transfer-config")
     if given.kv_connector != CONNECTOR:

@@ -26,7 +26,7 @@ class Transfer:
     def __init__(self, config: TransferConfig, kv: KVCacheManager, host: TierIndex, page_bytes: int, ranks: int) -> None:
         self._kv = kv
         self._host = host
-        self._lends = config.lends
+        self._config = config
         self.leases = Leases(host, config.lease_s, ranks)
         self.pulls = Pulls(host, page_bytes, ranks)
         self.fingerprint = ""
@@ -66,7 +66,7 @@ class Transfer:
 
     def lend(self, request: CachedSequence, num_tokens: int) -> Lent | None:
         """Lends a prompt's prefix as far as its pages are in the host's memory or on their way there; None: nothing is."""
-        if not self._lends:
+        if not self._config.lends:
             return None
         has = self._host.knows
         upto, pages = self._kv.elsewhere(request, num_tokens, self._nothing(), lambda group, name: has(Key(group, name)))
@@ -76,7 +76,7 @@ class Transfer:
         blocks: list[list[int]] = [[] for _ in range(self._kv.num_groups)]
         for (group, _, _), slot in zip(pages, slots, strict=True):
             blocks[group].append(slot)
-        return Lent(lease, upto, blocks, self.fingerprint)
+        return Lent(lease, upto, blocks, self.fingerprint, self._config.engine_id, self._config.port)
 
     def take(self, now: float) -> list[Errand]:
         """What the ranks must do now; `now` is Unix time in seconds. See `Leases.take`."""
