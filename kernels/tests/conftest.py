@@ -35,3 +35,10 @@ def ops_in(request):
 def triton_device():
     """Where Triton's kernels run: on a GPU where there is one, else in Triton's interpreter on the CPU."""
     return "cuda" if os.environ.get("TRITON_INTERPRET") != "1" else "cpu"
+
+
+@pytest.fixture(scope="session")
+def interpreted():
+    """Skips the test where Triton's kernels are compiled for a device: it looks into what an interpreter does."""
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        pytest.skip("kernels are compiled in this run")

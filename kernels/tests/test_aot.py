@@ -23,7 +23,7 @@ REGISTERS = {
     "_few_rows_kernel": 128,  # of 128 threads: four programs a multiprocessor, of which memory holds three
     "_lora_shrink_kernel": 224,
     "_lora_expand_kernel": 224,
-    "scan_kernel": 104,
+    "scan_kernel": 128,  # of 256 threads: two programs a multiprocessor
     "choose_kernel": 168,
     "wide_kernel": 128,
     "logprobs_kernel": 80,

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from penstock.kernels.sampling import reference, triton
-from penstock.kernels.sampling.buffers import RESULT, Column, Path, SamplingBuffers
+from penstock.kernels.sampling import device as device_parts
+from penstock.kernels.sampling import reference, scan, triton
+from penstock.kernels.sampling.buffers import CHUNK, RESULT, Column, Path, SamplingBuffers
 from penstock.kernels.sampling.params import pack
 
 pytestmark = pytest.mark.slow
@@ -102,6 +103,42 @@ def compare(device, vocab, dtype, shape, names, candidates=64, allowed=0):
 def close(here, there) -> bool:
     """Whether two rows of a result are the same but for rounding."""
     return torch.allclose(here.double(), there.double(), rtol=1e-6)
+
+
+def scanned(logits, device) -> SamplingBuffers:
+    """What a scan of rows with filters leaves."""
+    buffers = SamplingBuffers.allocate(*logits.shape, torch.device(device))
+    rows = torch.arange(len(logits), dtype=torch.int32, device=device)
+    table = torch.tensor([words(top_k=5)] * len(logits), dtype=torch.int32).to(device)
+    triton.scan(logits.to(device), rows, table, buffers, Path.FILTERED, masked=True)
+    return buffers
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_tile_finds_its_likeliest_tokens_in_few_looks(monkeypatch, interpreted, dtype):
+    """A look goes through the registers of a whole tile. To bisect between the bounds of all numbers takes 16."""
+    looks, middle = [], device_parts.middle
+    monkeypatch.setattr(scan, "middle", lambda low, high: looks.append(low) or middle(low, high))
+    buffers = scanned((3 * torch.randn(1, 151_936)).to(dtype), "cpu")
+    assert 4 < len(looks) / buffers.tile_max.shape[1] <= 8
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_tiles_hand_on_the_likeliest_of_equals_negatives_and_masked_ones(triton_device, dtype):
+    """What a tile keeps, and the greatest that it keeps back; the last of two tiles is not full."""
+    vocab, nothing = 230, float("-inf")
+    logits = torch.randn(5, vocab).to(dtype)
+    logits[1] = -logits[1].abs() - 1
+    logits[2] = logits[2].round()
+    logits[3] = -2.5
+    logits[4, torch.randperm(vocab)[40:]] = nothing
+    buffers = scanned(logits, triton_device)
+    for row in range(5):
+        for tile, ids in enumerate(torch.arange(vocab).split(CHUNK)):
+            values, order = logits[row, ids].float().sort(descending=True, stable=True)
+            kept = zip(buffers.candidate_ids[row, tile].tolist(), buffers.candidates[row, tile].tolist(), strict=True)
+            assert dict(kept) == dict(zip(ids[order[:64]].tolist(), values[:64].tolist(), strict=True))
+            assert buffers.tile_cut[row, tile] == values[64]
 
 
 def test_rows_whose_filters_leave_more_than_the_candidates_are_looked_at_again(triton_device):

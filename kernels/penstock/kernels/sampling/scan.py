@@ -51,8 +51,9 @@ def scan_kernel(
             chunk = tl.arange(0, TILE // CHUNK) * TILES + tile
             tl.store(chunk_mass + row * CHUNKS + chunk, sums, chunk < CHUNKS)
         if FILTER and wanted:
-            # bfloat16's and float16's values differ in the high bits alone.
-            SHIFT: tl.constexpr = 0 if logits.dtype.element_ty == tl.float32 else 13
+            # Numbers of 16 bits differ in the high bits of a float32 alone.
+            number: tl.constexpr = logits.dtype.element_ty
+            SHIFT: tl.constexpr = 16 if number == tl.bfloat16 else 13 if number == tl.float16 else 0
             first = to * CANDIDATES
             _likeliest(x, ids, inside, most, tile_cut + to, candidates + first, candidate_ids + first, CANDIDATES, SHIFT)
 
@@ -64,24 +65,29 @@ def _likeliest(x, ids, inside, most, cut, values, value_ids, COUNT: tl.constexpr
     number = tl.sum(inside.to(tl.int32), 0)
     # From here on the key stands for the token, so that few registers are in use.
     key = tl.where(inside, key_of(x) >> SHIFT, nothing - 1)
-    low, high = nothing, (key_of(most) >> SHIFT) + 1
+    # Of as many groups as are sought each has one that is not below the least of the groups' greatest.
+    groups = tl.max(tl.reshape(key, [key.shape[0] // COUNT, COUNT]), 0)
+    low, high = tl.maximum(tl.min(groups, 0), nothing), (key_of(most) >> SHIFT) + 1
     while low + 1 < high:
         at = middle(low, high)
         count = tl.sum((key >= at).to(tl.int32), 0)
         high = tl.where(count < COUNT, at, tl.where(count == COUNT, at + 1, high))
         low = tl.where(count < COUNT, low, at)
-    # Of fewer than COUNT the search ends at the least of all.
-    more = tl.sum((key > low).to(tl.int32), 0)
-    rank = tl.cumsum((key > low).to(tl.int32) + ((key == low).to(tl.int32) << 16), 0)
-    taken = (key > low) | ((key == low) & ((rank >> 16) <= COUNT - more))
+    # Of fewer than COUNT the search ends at the least of all. A tile has less than 32,768 tokens, so two counts
+    # fit into one number.
+    counted = (key > low).to(tl.int32) + ((key == low).to(tl.int32) << 16)
+    both = tl.sum(counted, 0)
+    more, equal = both & 0xFFFF, both >> 16
+    below = tl.max(tl.where(key < low, key, nothing), 0)
+    tl.store(cut, _of_shifted(tl.where(more + equal > COUNT, low, tl.maximum(below, nothing)), SHIFT))
+    rank = tl.cumsum(counted, 0)
     place = tl.where(key > low, rank & 0xFFFF, more + (rank >> 16)) - 1
+    taken = (key >= low) & (place < COUNT)
     tl.store(values + place, _of_shifted(key, SHIFT), taken)
     tl.store(value_ids + place, ids, taken)
     slot = tl.arange(0, COUNT)
     tl.store(values + slot, float("-inf"), slot >= number)
     tl.store(value_ids + slot, -1, slot >= number)
-    left_out = tl.max(tl.where(taken, nothing, tl.maximum(key, nothing)), 0)
-    tl.store(cut, _of_shifted(left_out, SHIFT))
 
 
 @triton.jit

@@ -64,5 +64,5 @@ def scan(
         logits, logits.stride(0), rows, params, b.tile_max, b.tile_argmax, b.tile_bad, b.tile_cut, b.chunk_mass, b.candidates,
         b.candidate_ids,
         VOCAB=vocab, TILES=tiles, TILE=tile, CHUNKS=b.chunk_mass.shape[1], CHUNK=CHUNK, CANDIDATES=b.candidates.shape[2],
-        MASKED=masked, DRAW=path > Path.GREEDY, FILTER=path == Path.FILTERED, PLAIN=plain, num_warps=max(1, min(16, tile // 256)),
+        MASKED=masked, DRAW=path > Path.GREEDY, FILTER=path == Path.FILTERED, PLAIN=plain, num_warps=max(1, min(16, tile // 512)),
     )  # fmt: skip
