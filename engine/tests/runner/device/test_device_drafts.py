@@ -5,8 +5,9 @@ import numpy as np
 import pytest
 from recording_graphs import RecordingGraphs
 
-from penstock.engine.config import GraphConfig
+from penstock.engine.config import GraphConfig, SchedulerConfig
 from penstock.engine.core.plan import SampleInputs, StepPlan, StepResult
+from penstock.engine.runner.device.graphs.descriptor import GraphMode
 from penstock.engine.sampling import SamplingParams
 
 OUTPUTS, VOCAB = 30, 257
@@ -87,6 +88,28 @@ def test_streams_and_logprobs_do_not_depend_on_drafts(runner, driver):
     assert found == expected
     assert scores == pytest.approx(logprobs, abs=1e-4)
     assert steps < alone
+
+
+def test_steps_of_equally_many_drafts_are_one_graph(checkpoint, build_device_runner, driver):
+    """Three requests in a graph of four. The last steps of a stream have fewer drafts, and no graph of a whole step."""
+    scheduler = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=64, num_speculative_tokens=3)
+    graphs, recording = GraphConfig(mode="FULL_AND_PIECEWISE", capture_sizes=(1, 2, 4, 16)), RecordingGraphs()
+    runner = build_device_runner(checkpoint("qwen3-windows"), recording=recording, graphs=graphs, scheduler=scheduler)
+    runner.graphs.capture_first()
+    expected, logprobs, alone = streams(runner, driver, lambda *_: [])
+    launched, dispatch = [], runner.dispatcher.dispatch
+    runner.dispatcher.dispatch = lambda batch: (launched.append(dispatch(batch)), launched[-1])[1]
+
+    def guesses(at, tokens):
+        """The last is wrong, if not by chance, and none of the vocabulary in two of the streams."""
+        return [*expected[at][len(tokens) : len(tokens) + 2], VOCAB - 1 if at == 1 else VOCAB + 2]
+
+    found, scores, steps = streams(runner, driver, guesses)
+    assert found == expected and steps < alone / 2
+    assert scores == pytest.approx(logprobs, abs=1e-4)
+    full = [it for it in launched if it.descriptor.variant == "verification" and it.mode is GraphMode.FULL]
+    assert {(it.descriptor.num_reqs, it.descriptor.num_tokens, it.reason) for it in full} == {(4, 16, "uniform")}
+    assert len(full) > 5
 
 
 def test_drafts_that_come_to_nothing_are_not_taken_from_the_rows_next_request(checkpoint, build_device_runner, driver):

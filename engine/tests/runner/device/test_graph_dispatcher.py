@@ -187,10 +187,25 @@ def test_each_mode_has_its_graphs(mode, of_decode: GraphMode, of_mixed: GraphMod
 
 
 def test_steps_that_verify_drafts_have_their_own_graphs() -> None:
-    dispatcher = captured(query_lens=(1, 4))
-    assert dispatcher.dispatch(Batch(20, 5, 4)).descriptor == BatchDescriptor(32, 8, 4)
-    assert dispatcher.dispatch(decode(5)).descriptor == BatchDescriptor(8, 8, 1)
-    assert dispatcher.dispatch(Batch(15, 5, 3)).mode is GraphMode.PIECEWISE, "as many drafts as nobody captured for"
+    served_by = {"any": ("any",), "verify": ("verify",)}
+    dispatcher = GraphDispatcher("FULL_AND_PIECEWISE", (1, 2, 4, 8, 16), 16, {"verify": 4}, served_by)
+    for key in (*dispatcher.full_candidates(False, "any"), *dispatcher.full_candidates(False, "verify")):
+        dispatcher.add(GraphMode.FULL, key)
+    for key in dispatcher.piecewise_candidates(False):
+        dispatcher.add(GraphMode.PIECEWISE, key)
+    assert dispatcher.dispatch(Batch(12, 3, 4, variant="verify")).descriptor == BatchDescriptor(16, 4, 4, False, "verify")
+    assert dispatcher.dispatch(decode(5, variant="any")).descriptor == BatchDescriptor(8, 8, 1, False, "any")
+    assert dispatcher.dispatch(Batch(9, 3, 3, variant="verify")).mode is GraphMode.PIECEWISE, "drafts that nobody captured for"
+    assert dispatcher.dispatch(Batch(20, 5, 4, variant="verify"))[::2] == (GraphMode.NONE, reasons.TOO_LARGE)
+
+
+@pytest.mark.parametrize("mode", ["FULL", "FULL_AND_PIECEWISE"])
+@given(st.integers(1, 9), st.integers(1, 40), SIZES)
+def test_graphs_of_drafts_have_no_more_tokens_than_the_largest_size(mode, length, max_num_seqs, sizes) -> None:
+    dispatcher = GraphDispatcher(mode, sizes, max_num_seqs, {"verify": length})
+    found = dispatcher.full_candidates(False, "verify")
+    assert all(key.num_tokens == key.num_reqs * length <= max(sizes) for key in found)
+    assert max((key.num_reqs for key in found), default=0) == min(max_num_seqs, max(sizes) // length)
 
 
 def test_a_batch_with_adapters_has_its_own_graphs() -> None:
@@ -253,3 +268,7 @@ def test_the_estimate_is_a_pool_and_the_launches_of_each_graph() -> None:
     assert estimate("FULL_AND_PIECEWISE", step_bytes=0, num_variants=2) == 3 * launches
     assert estimate("FULL", step_bytes=0, num_variants=2) == 4 * launches, "uniform and mixed"
     assert estimate("PIECEWISE", sizes=(1, 8, 16, 64), step_bytes=0) == launches * 4 // 3
+    logits = {"step_bytes": 0, "max_num_seqs": 16, "logits_row_bytes": 1000}
+    assert estimate("PIECEWISE", **logits) == launches
+    assert estimate("FULL_AND_PIECEWISE", **logits) == 2 * launches + 16 * 1000
+    assert estimate("FULL_AND_PIECEWISE", **logits, verifies=True) == 3 * launches + 64 * 1000, "of each token"

@@ -32,7 +32,7 @@ from penstock.engine.runner.device.graphs.descriptor import GraphMode, effective
 from penstock.engine.runner.device.graphs.dispatcher import Batch, Dispatch, GraphDispatcher
 from penstock.engine.runner.device.graphs.estimate import estimate_graph_bytes
 from penstock.engine.runner.device.graphs.runtime import GraphRuntime
-from penstock.engine.runner.device.graphs.step import LOGITS, SERVED_BY, VARIANTS, CapturableStep
+from penstock.engine.runner.device.graphs.step import LOGITS, SERVED_BY, VARIANTS, VERIFICATION, CapturableStep
 from penstock.engine.runner.device.launched import LaunchedStep, Parts
 from penstock.engine.runner.device.memory import DeviceAccount
 from penstock.engine.runner.device.offload import HostCopy
@@ -150,13 +150,15 @@ class DeviceRunner(RunnerBase[DeviceRuntime, LaunchedStep, Pending]):
         tokens = len(self.buffers.inputs.input_ids)
         self._states = states_of_target(self._drafter, tokens, self._dtype, self.runtime.device)
         graphs, most, lora = self.config.graphs, self.config.scheduler.max_num_seqs, self.config.lora is not None
-        mode, why = effective_mode(graphs.mode, self.attention.graph_support(self.attention.needs))
+        length = 1 + self.config.scheduler.num_speculative_tokens
+        mode, why = effective_mode(graphs.mode, self.attention.graph_support(self.attention.needs), length)
         if why is not None:
             log.warning("--cudagraph-mode %s becomes %s: %s", graphs.mode, mode, why)
         self._capturable = CapturableStep(_Tapped(self), self.program, self._staging, self.sampler, self.runtime)
-        self.dispatcher = GraphDispatcher(mode, graphs.capture_sizes, most, served_by=SERVED_BY)
+        lens: dict[Hashable, int] = {VERIFICATION: length} if length > 1 else {}
+        self.dispatcher = GraphDispatcher(mode, graphs.capture_sizes, most, lens, SERVED_BY)
         self.graphs = GraphManager(
-            self.runtime, self._graph_runtime, self._capturable, self.dispatcher, lora=lora, variants=VARIANTS
+            self.runtime, self._graph_runtime, self._capturable, self.dispatcher, lora=lora, variants=(*VARIANTS, *lens)
         )
 
     def _make_lora(self) -> Any:
@@ -343,7 +345,13 @@ class DeviceRunner(RunnerBase[DeviceRuntime, LaunchedStep, Pending]):
     def measure_memory(self) -> Memory:
         """The device's."""
         tokens, layers = self.config.scheduler.max_num_batched_tokens, self.decoder_config.num_layers
-        kinds = {"num_variants": len(VARIANTS), "lora": self.config.lora is not None}
+        kinds = {
+            "num_variants": len(VARIANTS),
+            "lora": self.config.lora is not None,
+            "max_num_seqs": self.config.scheduler.max_num_seqs,
+            "logits_row_bytes": self.decoder_config.vocab_size * self._dtype.itemsize,
+            "verifies": self.config.scheduler.num_speculative_tokens > 0,
+        }
         graphs = estimate_graph_bytes(self.config.graphs, layers, self._step_bytes, tokens, **kinds)
         self.graphs.max_bytes = GRAPHS_OVER_ESTIMATE * graphs
         return self._account.measure(graphs)
@@ -372,7 +380,8 @@ class DeviceRunner(RunnerBase[DeviceRuntime, LaunchedStep, Pending]):
         if running is None:
             return Forward()
         if found.mode is GraphMode.FULL:
-            return Forward(self.graphs.replay_full(found.descriptor), sampled=step.whole)
+            logits = self.graphs.replay_full(found.descriptor)
+            return Forward(logits if drafts is None else logits[: len(drafts.of)], sampled=step.whole)
         if found.mode is GraphMode.PIECEWISE:
             self.program.prepare(running)
             hidden = self.graphs.replay_forward(found.descriptor)
@@ -389,14 +398,18 @@ class DeviceRunner(RunnerBase[DeviceRuntime, LaunchedStep, Pending]):
         return ProposingStep(pending, self._own_drafts, step.starts, arrays)
 
     def _dispatch(self, plan: StepPlan, asked: PromptRows | None) -> Dispatch:
-        """How the step is launched, given the prompt tokens that it scores. A step with drafts needs more rows of logits than the
-        graphs of whole steps have."""
+        """How the step is launched, given the prompt tokens that it scores. A step in which some requests have fewer drafts than
+        others needs rows of logits that no full graph leaves."""
         tokens, reqs = int(plan.num_new_tokens.sum()), len(plan.rows)
         uniform = 1 if tokens == reqs else None
         path = self._requests.chooser.plain(plan.rows[plan.samples])
         variant: Hashable = LOGITS if path is None else path
         if asked is not None or len(plan.num_drafts):
             variant = "hidden states"  # which no whole step leaves
+        most = self.config.scheduler.num_speculative_tokens
+        if asked is None and len(plan.num_drafts) and (plan.num_drafts == most).all() and plan.samples.all():
+            # No request has more tokens, if they have just so many together.
+            uniform, variant = (1 + most, VERIFICATION) if tokens == reqs * (1 + most) else (None, variant)
         return self.dispatcher.dispatch(Batch(tokens, reqs, uniform, self._lora.is_used(plan), variant))
 
     def _padded(self, plan: StepPlan, found: Dispatch) -> tuple[Int32, Int32, Bool]:

@@ -52,11 +52,12 @@ class StepDrafts(NamedTuple):
         """Keeps what is accepted, and the token after it; moves the rows on as far as that.
 
         Args:
-            step: Whose request has no padding.
+            step: Whose padding requests, if any, are the last.
             sampled: [m, RESULT].
             state: Changed.
         """
-        rows, tokens = step.request.rows.long(), sampled[:, Column.TOKEN]
+        count = len(self.num_drafts)
+        rows, tokens = step.request.rows[:count].long(), sampled[:, Column.TOKEN]
         agree = torch.zeros(len(rows), self.drafts.shape[1] + 1, dtype=torch.int32, device=tokens.device)
         agree[self.of, self.place] = (tokens == self.ids).int()
         accepted = agree.cumprod(1).sum(1)
@@ -65,4 +66,4 @@ class StepDrafts(NamedTuple):
         # What is not kept writes 0 to a place of nobody.
         owners, places = torch.where(writes, rows[self.of], state.spare_row), torch.where(writes, positions, 0)
         state.token_ids[owners, places] = torch.where(writes, tokens, 0)
-        state.num_computed[rows] = step.inputs.seq_lens - (self.num_drafts - accepted).int()
+        state.num_computed[rows] = step.inputs.seq_lens[:count] - (self.num_drafts - accepted).int()

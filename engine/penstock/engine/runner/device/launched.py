@@ -10,7 +10,7 @@ from penstock.engine.core.plan import GraphStep, Int32, StepPlan
 from penstock.engine.runner.device.drafts import StepDrafts
 from penstock.engine.runner.device.graphs.descriptor import GraphMode
 from penstock.engine.runner.device.graphs.dispatcher import Dispatch
-from penstock.engine.runner.device.graphs.step import LOGITS, Loaded
+from penstock.engine.runner.device.graphs.step import Loaded
 from penstock.engine.runner.device.program import Step, StepProgram
 from penstock.engine.runner.device.rerun import rerun
 from penstock.engine.runner.device.runtime import DeviceRuntime, Transfer
@@ -18,6 +18,7 @@ from penstock.engine.runner.device.staging import Staging
 from penstock.engine.runner.not_finite import Again
 from penstock.engine.runner.prompt_logprobs import PromptRows
 from penstock.engine.runner.sampler.choice import Choosing
+from penstock.kernels.sampling.buffers import Path
 
 
 class Parts(NamedTuple):
@@ -55,7 +56,7 @@ class LaunchedStep:
     @property
     def whole(self) -> bool:
         """Whether the step's graph samples, too."""
-        return self.found.mode is GraphMode.FULL and self.found.descriptor.variant != LOGITS
+        return self.found.mode is GraphMode.FULL and isinstance(self.found.descriptor.variant, Path)
 
     @property
     def graph(self) -> GraphStep:

@@ -164,7 +164,9 @@ class GraphManager:
         later: list[_Pending] = []
         for group in self._candidates():
             first = first_sizes([item.key.num_tokens for item in group])
-            needed = group[0].key.variant in (None, self._variants[0]) and group[0].key.has_lora == self._lora
+            key = group[0].key
+            served = key.variant in (None, self._variants[0]) or (key.uniform_query_len or 1) > 1
+            needed = served and key.has_lora == self._lora
             for item in group:
                 (urgent if needed and item.key.num_tokens in first else later).append(item)
         urgent.sort(key=lambda item: -item.key.num_tokens)

@@ -50,7 +50,8 @@ class GraphDispatcher:
         mode: As the attention backend allows it.
         capture_sizes: What graphs are to be captured for, in tokens, or in requests where all have equally many tokens.
         max_num_seqs: Requests of a step at most.
-        query_lens: New tokens a request of uniform steps: (1,), or (1, 1 + K) with K drafts.
+        query_lens: New tokens of each request in steps of a variant that has uniform steps alone: 1 + K where K drafts are
+            verified. The uniform steps of other variants have one.
         served_by: For each variant of a step the variants whose full graphs serve it, the best first.
     """
 
@@ -59,14 +60,14 @@ class GraphDispatcher:
         mode: CudagraphMode,
         capture_sizes: Iterable[int],
         max_num_seqs: int,
-        query_lens: tuple[int, ...] = (1,),
+        query_lens: Mapping[Hashable, int] | None = None,
         served_by: Mapping[Hashable, Sequence[Hashable]] | None = None,
     ) -> None:
         self.mode: CudagraphMode = mode
         self.full_keys: set[BatchDescriptor] = set()
         self.piecewise_keys: set[BatchDescriptor] = set()
         self._profiling = False
-        self._sizes, self._max_num_seqs, self._query_lens = sorted(set(capture_sizes)), max_num_seqs, query_lens
+        self._sizes, self._max_num_seqs, self._query_lens = sorted(set(capture_sizes)), max_num_seqs, query_lens or {}
         self._served_by: Mapping[Hashable, Sequence[Hashable]] = served_by or {None: (None,)}
         self._full_tables: dict[tuple[int | None, bool, Hashable], PaddedSizes] = {}
         self._piecewise_tables: dict[bool, PaddedSizes] = {}
@@ -77,9 +78,12 @@ class GraphDispatcher:
         """The FULL graphs that the mode asks for, largest first."""
         if self.mode not in ("FULL", "FULL_AND_PIECEWISE"):
             return []
-        requests = sorted({min(size, self._max_num_seqs) for size in self._sizes}, reverse=True)
-        found = [BatchDescriptor(n * length, n, length, has_lora, variant) for length in self._query_lens for n in requests]
-        if self.mode == "FULL":
+        length = self._query_lens.get(variant, 1)
+        # Of several tokens a request, too, a step has no more of them than the largest size.
+        most = min(self._max_num_seqs, max(self._sizes, default=0) // length)
+        requests = sorted({min(size, most) for size in self._sizes} - {0}, reverse=True)
+        found = [BatchDescriptor(n * length, n, length, has_lora, variant) for n in requests]
+        if self.mode == "FULL" and variant not in self._query_lens:
             found += [self._mixed(size, has_lora, variant) for size in reversed(self._sizes)]
         return found
 
@@ -160,7 +164,7 @@ class GraphDispatcher:
         return PROFILING if self._profiling else None
 
     def _why_missed(self, batch: Batch) -> str:
-        by_requests = batch.uniform_query_len in self._query_lens and self.mode != "PIECEWISE"
+        by_requests = batch.uniform_query_len == 1 and self.mode != "PIECEWISE"
         size = min(batch.num_tokens, batch.num_reqs if by_requests else batch.num_tokens)
         return TOO_LARGE if not self._sizes or size > self._sizes[-1] else NOT_CAPTURED
 

@@ -18,10 +18,14 @@ def estimate_graph_bytes(
     max_num_batched_tokens: int,
     num_variants: int = 1,
     lora: bool = False,
+    max_num_seqs: int = 0,
+    logits_row_bytes: int = 0,
+    verifies: bool = False,
 ) -> int:
     """Bytes of all graphs that a configuration asks for.
 
-    All share one pool, which the largest has filled: the intermediate tensors of its step. Besides, each keeps its launches.
+    All share one pool, which the largest has filled: the intermediate tensors of its step, and the logits that a full graph ends
+    with. Besides, each keeps its launches.
 
     Args:
         graphs: As configured.
@@ -30,11 +34,16 @@ def estimate_graph_bytes(
         max_num_batched_tokens: Of that step.
         num_variants: Of full graphs of one size.
         lora: Whether each is there twice, with adapters and without.
+        max_num_seqs: Requests of a step at most, each of which has a row of logits.
+        logits_row_bytes: What such a row takes.
+        verifies: Whether there are full graphs of steps with drafts, too, whose tokens all have such a row.
     """
     if graphs.mode == "NONE" or not graphs.capture_sizes:
         return 0
     full = {"FULL": 2 * num_variants, "FULL_AND_PIECEWISE": num_variants}.get(graphs.mode, 0)
-    kinds = full + (graphs.mode != "FULL")
+    kinds = full + (verifies and full > 0) + (graphs.mode != "FULL")
     launches = len(graphs.capture_sizes) * kinds * (1 + lora) * (LAUNCHES_PER_LAYER * num_layers + LAUNCHES_PER_STEP)
-    pool = step_bytes * min(1.0, max(graphs.capture_sizes) / max_num_batched_tokens)
-    return int(pool) + launches * BYTES_PER_LAUNCH
+    largest = max(graphs.capture_sizes)
+    pool = step_bytes * min(1.0, largest / max_num_batched_tokens)
+    rows = 0 if not full else largest if verifies else min(largest, max_num_seqs)
+    return int(pool) + rows * logits_row_bytes + launches * BYTES_PER_LAUNCH

@@ -21,15 +21,19 @@ from penstock.kernels.sampling.buffers import Path
 
 LOGITS: Final = "logits"
 """The variant that ends with the logits: what follows runs kernel by kernel."""
+VERIFICATION: Final = "verification"
+"""The variant of steps in which each request has as many drafts as it may: it ends with the logits of all tokens."""
 SERVED_BY: Mapping[Hashable, Sequence[Hashable]] = {
     Path.GREEDY: (Path.GREEDY, Path.RANDOM, Path.FILTERED),
     Path.RANDOM: (Path.RANDOM, Path.FILTERED),
     Path.FILTERED: (Path.FILTERED,),
     LOGITS: (LOGITS,),
+    VERIFICATION: (VERIFICATION,),
 }
 """Variants of a step: how far the sampler must go, of which a longer way leads to the same tokens."""
 VARIANTS: Sequence[Hashable] = (Path.FILTERED, Path.GREEDY, LOGITS, Path.RANDOM)
-"""In the order of their capture: with the first every step that samples has a graph."""
+"""In the order of their capture: with the first every step that samples has a graph. With drafts, `VERIFICATION` comes beside
+it."""
 
 
 @dataclass(frozen=True)
@@ -129,8 +133,8 @@ class CapturableStep:
         shape = self._of(key).shape
         step = self.at(key, shape.num_reqs, shape.max_query_len)
         hidden = self._program.forward(step, self._loaded.model)
-        # Of one token each, every row of hidden states counts, in the order in which they are.
-        rows = hidden if key.uniform_query_len == 1 else hidden.index_select(0, step.inputs.logits_indices)
+        # Every row of hidden states counts, in the order in which they are: requests have one token each, or drafts.
+        rows = hidden if key.uniform else hidden.index_select(0, step.inputs.logits_indices)
         logits = self._loaded.model.compute_logits(rows)
         if isinstance(key.variant, Path):
             sampled = self._sampler.sample(logits, step.request.rows, step.inputs.seq_lens, key.variant)
