@@ -18,6 +18,7 @@ rounds. At the end it judges the gates.
 
 import argparse
 import itertools
+import random
 import statistics
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -38,8 +39,10 @@ STREAMS, QUICK_STREAMS = (1, 4, 16, 32), (1, 16)
 ROUNDS, QUICK_ROUNDS = 3, 1
 LEAST, WAVES = 6, 3
 """Requests of a round: at least, and for each stream. While some wait, all streams are busy; only such steps count."""
-OUTPUT, WALK_OUTPUT = 32, 36
-"""A step with K accepted drafts gives five tokens: after the prompt's one, 35 are seven such steps."""
+OUTPUT, WALK_OUTPUT = 64, 36
+"""Of the demo model from half to one and a half times as many tokens, so that prompts come one by one on all sides: outputs of
+one length would end together without drafts, and at several times with them. Of the Llama exactly so many: a step with K accepted
+drafts gives five tokens, and after the prompt's one, 35 are seven such steps."""
 NONE, AGAIN = "none", "none, again"
 RIGHT, SOME = "eagle, right", "eagle, 60 % right"
 PARTS = ("demo", "heads", "peers")
@@ -53,8 +56,16 @@ class Workload(NamedTuple):
     name: str
     prompts: Callable[[int], list[list[int]]]
     """So many."""
-    output: int = OUTPUT
+    output: int | None = None
+    """Tokens; None: of several lengths."""
     temperature: float = 0.0
+
+    def outputs(self, count: int) -> list[int]:
+        """Tokens of each answer."""
+        if self.output is not None:
+            return [self.output] * count
+        lengths = random.Random(count)
+        return [lengths.randint(OUTPUT // 2, 3 * OUTPUT // 2) for _ in range(count)]
 
 
 def keys(method: str, model: Path | None = None) -> dict[str, Any]:
@@ -94,7 +105,7 @@ def demo_workloads(sides: dict[str, Side]) -> list[Workload]:
 
     def edit(count: int) -> list[list[int]]:
         asked = prompts(count, source, tokenizer)
-        answer([sides[NONE]], asked, min(count, 16), OUTPUT, 0.0)
+        answer([sides[NONE]], asked, min(count, 16), [OUTPUT] * count, 0.0)
         return [[*prompt, *sides[NONE].answers[at], *prompt] for at, prompt in enumerate(asked)]
 
     codes, noise = code(tokenizer), random_text(0, walks.VOCAB)
@@ -122,13 +133,14 @@ def measure(
     every = list(sides.values())
     for count in streams:  # The first steps of a shape make its tape, and take many times as long as later ones.
         for workload in workloads[:1]:
-            answer(every, workload.prompts(count), count, workload.output, workload.temperature)
+            answer(every, workload.prompts(count), count, workload.outputs(count), workload.temperature)
     for workload, count in itertools.product(workloads, streams):
         for side in every:
             side.take_drafts()
         rates: dict[str, list[float]] = {name: [] for name in sides}
         for _ in range(rounds):
-            answer(every, workload.prompts(max(LEAST, WAVES * count)), count, workload.output, workload.temperature)
+            requests = max(LEAST, WAVES * count)
+            answer(every, workload.prompts(requests), count, workload.outputs(requests), workload.temperature)
             for name, side in sides.items():
                 rates[name].append(side.rate)
         base = [(one + other) / 2 for one, other in zip(rates[NONE], rates[AGAIN], strict=True)]

@@ -12,8 +12,9 @@ from penstock.engine.args import EngineArgs
 from penstock.engine.core.ipc.process import build_core, build_executor
 from penstock.engine.core.plan import Int32
 from penstock.engine.messages import AddRequest
+from penstock.engine.runner.input_batch import MAX_TAPED_TOKENS
 from penstock.engine.sampling import SamplingParams
-from penstock.engine.spec.depth import DraftDepth
+from penstock.engine.spec.depth import DraftDepth, filled
 
 SLICE = 4
 """Steps of a turn: few, so that what others do to the machine meanwhile falls on all sides alike."""
@@ -25,7 +26,7 @@ class FixedDepth(DraftDepth):
     def __init__(self, drafts: int) -> None:
         self._drafts = drafts
 
-    def learns_from(self, drafts: int) -> bool:
+    def learns_from(self, num_rows: int, drafts: int) -> bool:
         """Nothing is learned."""
         return False
 
@@ -41,18 +42,21 @@ class FixedDepth(DraftDepth):
         """Never."""
         return False
 
-    def observe(self, rows: Int32, drafted: Int32, accepted: Int32, others: int = 0) -> None:
+    def observe(self, rows: Int32, drafted: Int32, accepted: Int32, others: int = 0, verified: int = 0) -> None:
         """Nothing is learned."""
 
-    def observe_step(self, num_rows: int, drafts: int, seconds: float) -> None:
+    def observe_step(self, num_rows: int, drafts: float, seconds: float) -> None:
         """Nothing is learned."""
 
     def followed(self, num_rows: int, seconds: float) -> None:
         """Nothing is learned."""
 
-    def at_most(self, drafts: int) -> int:
-        """As many as the requests still have use for."""
-        return max(drafts, 0)
+    def in_vain(self, num_rows: int, seconds: float) -> None:
+        """Nothing is learned."""
+
+    def filled(self, tokens: int) -> int:
+        """As for any number."""
+        return filled(tokens, MAX_TAPED_TOKENS)
 
     def found_nothing(self, rows: Int32) -> None:
         """The proposer is asked again after the next step."""
@@ -61,9 +65,9 @@ class FixedDepth(DraftDepth):
         """The number."""
         return self._drafts
 
-    def choose(self, rows: Int32, proposed: Int32, others: int = 0) -> int:
-        """The number, where the proposer has found anything."""
-        return self._drafts if proposed.any() else 0
+    def choose(self, rows: Int32, proposed: Int32, others: int = 0) -> list[int]:
+        """The number, where the proposer has found as many."""
+        return np.minimum(proposed, self._drafts).tolist()
 
 
 class Side:
@@ -100,10 +104,10 @@ class Side:
         """Given since `begin`."""
         self._decoded, self._cpu_s = 0, 0.0
 
-    def begin(self, prompts: Sequence[list[int]], streams: int, output: int, temperature: float) -> None:
-        """Takes requests, of which so many run at a time."""
+    def begin(self, prompts: Sequence[list[int]], streams: int, outputs: Sequence[int], temperature: float) -> None:
+        """Takes requests, each for so many tokens, of which so many run at a time."""
         self._waiting.clear()
-        for number, prompt in enumerate(prompts):
+        for number, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
             sampling = SamplingParams(max_tokens=output, temperature=temperature, seed=number)
             index = self._first + number
             # A salt of its own: nothing is found in the prefix cache.
@@ -168,11 +172,11 @@ class Side:
         return now[0] - before[0], now[1] - before[1], now[2] - before[2]
 
 
-def answer(sides: Sequence[Side], prompts: Sequence[list[int]], streams: int, output: int, temperature: float) -> None:
-    """Lets all sides answer the same prompts. Who has given the fewest tokens so far is next, so that the sides are about equally
+def answer(sides: Sequence[Side], prompts: Sequence[list[int]], streams: int, outputs: Sequence[int], temperature: float) -> None:
+    """Lets all sides answer the same prompts, each in so many tokens. Who has given the fewest tokens so far is next, so that the sides are about equally
     far at any time. Raises RuntimeError where an answer differs."""
     for side in sides:
-        side.begin(prompts, streams, output, temperature)
+        side.begin(prompts, streams, outputs, temperature)
     while running := [side for side in sides if not side.over]:
         min(running, key=lambda side: side.tokens).turn()
     if any(side.answers != sides[0].answers for side in sides):

@@ -17,7 +17,7 @@ def main() -> None:
     side = Side(Path(model), None if method == "none" else speculative)
 
     def answers(prompts: Answers, streams: int, output: int) -> Answers:
-        answer([side], prompts, streams, output, 0.0)
+        answer([side], prompts, streams, [output] * len(prompts), 0.0)
         return [side.answers[at] for at in range(len(prompts))]
 
     serve(answers)

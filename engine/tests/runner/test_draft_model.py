@@ -14,7 +14,8 @@ from penstock.engine.args import EngineArgs
 from penstock.engine.config import ConfigError, SpeculativeConfig
 from penstock.engine.runner import own_drafts
 from penstock.engine.runner.draft_model import DraftModel
-from penstock.engine.spec.depth import DraftDepth, Timing
+from penstock.engine.spec.costs import StepCosts, Timing
+from penstock.engine.spec.depth import DraftDepth
 from penstock.kernels.cpu.tape import Tape
 
 FREE = [Timing(1, 0, 1e9), Timing(1, K, 1.0)]
@@ -90,7 +91,7 @@ def test_what_rests_keeps_the_cache_right(checkpoint, build_runner, monkeypatch,
     assert engine.drafted == 0
     own = engine.runner._own_drafts
     assert own is not None
-    own._depth._costs[:] = own._depth._measured[:] = 1.0  # from now on drafts are free
+    own._depth.costs = StepCosts(len(own.drafts), own._depth.depths, FREE)  # from now on drafts are free
     again = [msgspec.structs.replace(it, index=it.index + 100, request_id=f"again-{it.index}") for it in batch]
     hits = engine.core.scheduler.totals.prefix_hits
     answers = engine.run(again)

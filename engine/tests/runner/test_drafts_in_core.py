@@ -10,7 +10,7 @@ from test_core_with_runner import OUTPUTS, SCHEDULER, VOCAB, Engine, requests
 from penstock.engine.config import SpeculativeConfig
 from penstock.engine.core.plan import StepResult
 from penstock.engine.runner import model_runner, own_drafts
-from penstock.engine.spec.depth import Timing
+from penstock.engine.spec.costs import Timing
 from penstock.engine.spec.proposer import Proposer
 
 K = 4

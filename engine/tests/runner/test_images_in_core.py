@@ -333,7 +333,7 @@ def test_a_draft_model_sees_what_the_model_does(family, drafting, request_of, ex
     engine = drafting(path, max_num_batched_tokens=30, encoder_cache_size=40)
     # What the runner fills rows up with is no draft of the model's.
     monkeypatch.setattr(
-        DraftDepth, "observe", lambda _, rows, drafted, accepted, others: judged.append((drafted.sum(), accepted.sum()))
+        DraftDepth, "observe", lambda _, rows, drafted, accepted, *others: judged.append((drafted.sum(), accepted.sum()))
     )
     judged: list[tuple[int, int]] = []
     batch = [shortened(request_of(at, layout)) for at, layout in enumerate(LAYOUTS)]
@@ -529,7 +529,7 @@ def test_a_draft_model_in_the_last_stage_has_a_tower_of_its_own(staged, request_
     if family not in (SEEING["llava"], SEEING["qwen3_vl"]):
         pytest.skip("the others have what these have")
     judged: list[tuple[int, int]] = []
-    observe = lambda _, rows, drafted, accepted, others: judged.append((drafted.sum(), accepted.sum()))  # noqa: E731
+    observe = lambda _, rows, drafted, accepted, *others: judged.append((drafted.sum(), accepted.sum()))  # noqa: E731
     monkeypatch.setattr(DraftDepth, "observe", observe)
     engine = staged(2, method="draft_model", model=path)
     check(engine, [request_of(at, LAYOUTS[at]) for at in (0, 3)], expected)

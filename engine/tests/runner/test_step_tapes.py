@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -41,7 +42,7 @@ def runs(monkeypatch):
     def counted(self, inputs, ctx):
         found = original(self, inputs, ctx)
         if found is not None:
-            shape = len(inputs.input_ids) // inputs.tokens_a_row, inputs.tokens_a_row
+            shape = len(inputs.placed.rows), len(inputs.input_ids)
             counts[shape] = counts.get(shape, 0) + 1
         return found
 
@@ -180,7 +181,43 @@ def test_chunks_of_one_length_have_tapes_once_they_have_come_a_few_times(pair, d
             ([sequence.outputs for sequence in sequences], [None if it is None else it.sampled.tolist() for it in scores])
         )
     assert found[0] == found[1]
-    assert runs == {(2, 10): 1, (1, 10): 1, (4, 1): 1}
+    assert runs == {(2, 20): 1, (1, 10): 1, (4, 4): 1}
+
+
+@pytest.mark.parametrize("adapters", [False, True], ids=["", "adapters"])
+def test_rows_with_unequal_drafts_share_a_tape_of_all_their_tokens(pair, driver, runs, adapters):
+    """Whoever has them, four drafts of three rows make one shape. What the tape reads of earlier steps must not be read again."""
+    taped, plain = pair("qwen3-windows", lora=LoraConfig(max_loras=2, max_cpu_loras=2, max_lora_rank=8) if adapters else None)
+    if adapters:
+        for runner in (taped, plain):
+            fill_slots(runner, 8, 3, 5)
+    shares = [(3, 0, 1), (0, 4, 0), (2, 1, 1), (1, 1, 2), (4, 0, 0), (0, 0, 4), (1, 3, 0)]
+    rng, found = np.random.default_rng(2), []
+    prompts, guesses = [rng.integers(3, 250, size).tolist() for size in (4, 30, 17)], rng.integers(3, 250, (len(shares), 4))
+    for runner in (taped, plain):
+        drive, asks, seen = driver(runner), SamplingParams(max_tokens=90, temperature=0.7, seed=3, logprobs=2), []
+        sequences = [drive.admit(prompt, asks, lora_slot=at - 1 if adapters else -1) for at, prompt in enumerate(prompts)]
+        drive.step([(sequence, len(sequence.tokens)) for sequence in sequences])
+        for share, guess in zip(shares, guesses, strict=True):
+            drafts = np.array(share, np.int32)
+            plan = msgspec.structs.replace(
+                drive.plan([(sequence, 1 + count) for sequence, count in zip(sequences, share, strict=True)]),
+                samples=np.ones(3, np.bool_),
+                num_drafts=drafts,
+                draft_rows=np.arange(3, dtype=np.int32),
+                draft_ids=guess.astype(np.int32),
+            )
+            runner.execute(plan)
+            seen.append(runner._launched.forward.logits.clone())
+            result = runner.sample(SampleInputs(plan.step_id))
+            for sequence, tokens, count in zip(sequences, result.token_ids.tolist(), result.counts.tolist(), strict=True):
+                sequence.tokens += tokens[:count]
+                sequence.computed = len(sequence.tokens) - 1
+        found.append((seen, [sequence.tokens for sequence in sequences]))
+    assert found[0][1] == found[1][1]
+    assert runs == {(3, 7): len(shares)} and list(taped._tapes._tapes) == [(7, 7)]
+    for number, (one, other) in enumerate(zip(found[0][0], found[1][0], strict=True)):
+        assert torch.equal(one, other), f"step {number}"
 
 
 def test_a_chunk_whose_prompt_is_scored_runs_without(pair, driver, runs):

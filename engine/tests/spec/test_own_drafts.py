@@ -8,7 +8,7 @@ from penstock.engine.core.row_table import RowTable
 from penstock.engine.runner.input_batch import Placed
 from penstock.engine.runner.own_drafts import Clock, OwnDrafts
 from penstock.engine.sampling import SamplingParams
-from penstock.engine.spec.depth import Timing
+from penstock.engine.spec.costs import Timing
 from penstock.engine.spec.proposer import Proposer
 
 K, VOCAB = 4, 100
@@ -155,14 +155,41 @@ def test_a_step_costs_what_it_took_and_the_guess_that_it_verifies():
     assert seen == [(1, K, 20.0 + 2.0), (1, K, 30.0 + 2.0)]
 
 
-def test_a_request_at_its_end_leaves_the_rows_of_a_step_alike():
+def test_a_request_at_its_end_has_no_use_for_more_drafts_than_tokens():
     """It may end with 12 tokens."""
     config, rows = SpeculativeConfig(method="ngram", num_speculative_tokens=K), RowTable(1, 32, [4])
-    own = OwnDrafts(config, Sevens(), FREE, 1, VOCAB, STOPPED, max_alike_tokens=64)
+    own = OwnDrafts(config, Sevens(), FREE, 1, VOCAB, STOPPED, max_filled_tokens=64)
     a_step(own, rows, -1)
     found = {}
     for known in (6, 8, 9, 10, 11):
         rows.num_tokens[0] = known
         told = own.propose(GOES_ON, a_read_step(), ONE, rows)
         found[known] = 0 if told is None else int((told >= 0).sum())
-    assert found == {6: 4, 8: 2, 9: 2, 10: 1, 11: 0}
+    assert found == {6: 4, 8: 3, 9: 2, 10: 1, 11: 0}
+
+
+class Unequal(Proposer):
+    """Has 3, 1 and 0 drafts of three rows."""
+
+    looks_up = True
+
+    def propose(self, table, rows, known, most):
+        drafts = np.full((len(rows), K), -1, np.int32)
+        drafts[0, :3], drafts[1, 0] = 7, 8
+        return drafts
+
+
+def test_a_step_is_filled_up_with_guesses_that_are_not_the_proposers():
+    """Of nine rows two have drafts: 13 tokens. There are tapes of 14. A guess is the last token again, which is 0 here."""
+    config, count = SpeculativeConfig(method="suffix", num_speculative_tokens=K), 9
+    for most, expected in ((0, [[7, 7, 7, -1], [8, -1, -1, -1]]), (64, [[7, 7, 7, 0], [8, -1, -1, -1]])):
+        own, table = OwnDrafts(config, Unequal(), FREE, count, VOCAB, STOPPED, max_filled_tokens=most), RowTable(count, 32, [4])
+        sampling, rows = SamplingParams(max_tokens=9, temperature=0.0), np.arange(count, dtype=np.int32)
+        admissions = [Admission(row, np.array([1], np.int32), 1, 0, sampling) for row in range(count)]
+        ones = np.ones(count, np.int32)
+        plan = StepPlan(0, empty(), admissions, [empty()], [empty()], rows, ones, np.ones(count, np.bool_))
+        own.apply(plan, table)
+        table.apply(plan)
+        told = own.propose(plan, a_read_step(), ones, table)
+        assert told is not None and told[:2].tolist() == expected and (told[2:] == -1).all()
+        assert own._num_proposed[:2].tolist() == [3, 1]

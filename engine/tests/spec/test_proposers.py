@@ -5,7 +5,8 @@ import pytest
 
 from penstock.engine.config import SpeculativeConfig
 from penstock.engine.core.row_table import RowTable
-from penstock.engine.spec.depth import DraftDepth, Timing
+from penstock.engine.spec.costs import Timing
+from penstock.engine.spec.depth import DraftDepth
 from penstock.engine.spec.lookup import lookup_proposer
 
 
@@ -52,8 +53,9 @@ def observed(depth, drafted, accepted, steps):
         depth.observe(ROWS, np.array(drafted, np.int32), np.array(accepted, np.int32))
 
 
-def counts(*each):
-    return np.array(each, np.int32)
+def chosen(depth, *proposed, others=0):
+    """Drafts of all rows together that are chosen; 0: none."""
+    return sum(depth.choose(np.arange(len(proposed), dtype=np.int32), np.array(proposed, np.int32), others) or [])
 
 
 @pytest.mark.req("SD-29")
@@ -74,9 +76,29 @@ def test_no_drafts_where_verifying_them_costs_more_than_they_give():
 
 
 def test_a_row_without_proposals_does_not_pay_for_the_other():
-    depth = DraftDepth(4, 8, [Timing(1, 0, 1.0), Timing(1, 8, 4.0)])
-    assert depth.choose(ROWS, counts(8, 8)) > 0
-    assert depth.choose(ROWS, counts(1, 0)) == 0
+    depth = DraftDepth(4, 8, [Timing(1, 0, 1.0), Timing(1, 1, 2.0), Timing(1, 8, 2.2)])
+    assert chosen(depth, 8, 8) > 0
+    assert chosen(depth, 1, 0) == 0
+
+
+@pytest.mark.req("SD-28")
+def test_the_likeliest_drafts_of_all_rows_are_chosen():
+    """Where a row's drafts are mostly wrong, those of the other are verified alone."""
+    depth = DraftDepth(4, 8, [Timing(rows, drafts, 1.0 + 0.25 * drafts) for rows in (1, 4) for drafts in (0, 8)])
+    for _ in range(12):
+        depth.observe(ROWS, np.array([4, 1], np.int32), np.array([4, 0], np.int32))
+    good, bad = depth.choose(ROWS, np.array([8, 8], np.int32)) or [0, 0]
+    assert good > 4 and bad == 0
+    assert depth.choose(ROWS, np.array([2, 8], np.int32)) == [2, 0], "and no more than there are"
+
+
+def test_steps_are_filled_up_to_few_sizes():
+    depth = DraftDepth(4, 8, CHEAP, max_filled_tokens=64)
+    sizes = [depth.filled(tokens) for tokens in range(1, 66)]
+    assert sizes[:8] == list(range(1, 9)) and sizes[64] == 65, "so few have a size of their own, and so many no tape"
+    assert sorted(set(sizes[8:64])) == [10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64]
+    assert all(size >= tokens for tokens, size in enumerate(sizes, 1))
+    assert DraftDepth(4, 8, CHEAP).filled(9) == 9
 
 
 def test_drafts_that_cost_more_than_measured_at_the_start_are_learned():
@@ -84,9 +106,7 @@ def test_drafts_that_cost_more_than_measured_at_the_start_are_learned():
     first = depth.most(ROWS)
     for _ in range(100):
         for drafts in depth.depths[1:]:
-            depth.observe_step(2, 0, 1.0)
-            depth.observe_step(2, drafts, 2.9)
-            depth.observe_step(2, 0, 0.5)
+            compared(depth, 2.9, drafts=drafts, plain=0.5)
     assert first > 0 and depth.most(ROWS) == 0
 
 
@@ -98,17 +118,46 @@ def test_a_machine_that_becomes_slow_makes_drafts_no_dearer():
     assert depth.most(ROWS) == first > 0
 
 
-def test_after_many_steps_with_drafts_one_without_is_compared_with_them():
+def compared(depth, seconds, rows=2, drafts=8.0, plain=1.0):
+    """A step with drafts and four without; the first of these take longer than the last."""
+    for number, took in ((drafts, seconds), *[(0, 1.5 * plain)] * 3, (0, plain)):
+        depth.observe_step(rows, number, took)
+
+
+def test_steps_that_take_longer_behind_drafts_make_these_no_cheaper():
     depth = DraftDepth(4, 8, CHEAP)
+    for _ in range(100):
+        compared(depth, 2.0)
+    assert abs(depth.costs.of(2, 8.0) - 2.0) < 0.02
 
-    def plain() -> list[int]:
-        return [at for at in range(200) if depth.choose(ROWS, counts(8, 8)) == 0]
 
-    assert plain()[:3] == [7, 15, 23], "while what they cost is known from the start alone"
-    for _ in range(4):
-        depth.observe_step(2, 8, 1.4)
-        depth.observe_step(2, 0, 1.0)
-    assert np.diff(plain()).tolist() == [64, 64] and not depth.rests(2)
+def alike(seconds):
+    """Eight drafts of each row make a step take so much longer, whatever the number of rows."""
+    return [Timing(rows, drafts, took) for rows in (1, 4) for drafts, took in ((0, 1.0), (8, seconds))]
+
+
+def plain_steps(depth):
+    """When no drafts are chosen, of 400 steps."""
+    return [at for at in range(400) if chosen(depth, 8, 8) == 0]
+
+
+def test_after_many_steps_with_drafts_some_without_are_compared_with_them():
+    depth = DraftDepth(4, 8, alike(1.4))
+    assert plain_steps(depth)[:3] == [7, 23, 55], "while what they cost is known from the start alone"
+    for _ in range(6):
+        compared(depth, 1.4)
+    first, second, *_ = plain_steps(depth)
+    assert (first, second) == (134, 134 + 256), "the first had a prompt beside it, and told nothing"
+    assert [depth.rests(2) for _ in range(4)] == [True, True, True, False], "there are four of them"
+    compared(depth, 1.4)
+    assert plain_steps(depth)[0] == 134
+
+
+def test_drafts_that_gain_little_are_compared_more_often():
+    depth = DraftDepth(4, 8, alike(5.0))
+    for _ in range(6):
+        compared(depth, 5.0)
+    assert plain_steps(depth)[0] < 40
 
 
 def test_one_step_that_was_held_up_teaches_nothing():
@@ -122,7 +171,7 @@ def test_one_step_that_was_held_up_teaches_nothing():
 def test_without_drafts_it_rests_longer_and_longer_and_then_tries_again():
     depth = DraftDepth(4, 8, CHEAP)
     observed(depth, [4, 4], [0, 0], 30)
-    depth._credit[:] = 6.0
+    depth._credit[:] = [4.0] * len(depth._credit)
     rests, idle = [], []
     while depth.most(ROWS) == 0:
         idle.append(depth.idle)
@@ -139,26 +188,27 @@ def test_drafts_that_cost_more_than_they_gain_have_a_credit_that_plain_steps_ear
 
     def step() -> tuple[int, float]:
         depth._acceptance, depth._usual = [0.9] * len(depth._acceptance), 0.9
-        drafts = 0 if depth.rests(2) else depth.choose(ROWS, counts(8, 8))
+        drafts = 0 if depth.rests(2) else chosen(depth, 8, 8)
         if drafts:
-            observed(depth, [drafts, drafts], [0, 0], 1)
-        place = depth.depths.index(drafts)
-        return drafts, float(depth._costs[1, place]) - 1
+            observed(depth, [drafts // 2, drafts - drafts // 2], [0, 0], 1)
+        cost = depth.costs.of(2, drafts / 2)
+        depth.observe_step(2, drafts / 2, cost)
+        return drafts, cost - 1
 
     spent = [step()[1] for _ in range(4000)]
-    assert 6 < sum(spent) < 7 + 0.005 * 4000
+    assert 4 < sum(spent) < 5 + 0.005 * 4000
     assert sum(spent[2000:]) > 0.8 * 0.005 * 2000, "it goes on to try"
     while not step()[0]:
         pass
     observed(depth, [8, 8], [8, 8], 1)
-    assert all(step()[0] for _ in range(3)), "what pays has credit at once"
+    assert sum(step()[0] > 0 for _ in range(5)) > 1, "what pays has credit at once"
 
 
 def test_a_head_that_costs_more_than_it_gains_rests_at_once():
     depth = DraftDepth(4, 8, CHEAP)
     assert depth.most(ROWS) > 0
     for _ in range(20):
-        depth.followed(2, float(depth._usual_s[1]) / 2)
+        depth.followed(2, 0.5)
     assert depth.most(ROWS) == 0 and depth.idle
 
 
@@ -174,10 +224,14 @@ def test_what_does_not_pay_for_many_rows_is_tried_again_where_few_are_left():
 
 
 def test_rows_without_drafts_share_what_those_of_others_cost():
-    """One row's drafts make a step of 64 little longer, and of its tokens few more."""
-    depth = DraftDepth(64, 8, [Timing(1, 0, 1.0), Timing(1, 8, 9.0), Timing(64, 0, 1.0), Timing(64, 8, 3.0)])
+    """Two rows' drafts make a step of 64 little longer, which is learned, and of its tokens few more."""
+    seconds = {0: 1.0, 0.25: 1.6, 8: 3.0}
+    depth = DraftDepth(64, 8, [Timing(1, 0, 1.0), Timing(1, 8, 9.0), *(Timing(64, *it) for it in seconds.items())])
     assert depth.most(ROWS[:1]) == 0 and depth.most(ROWS[:1], 63) == 0
     observed(depth, [8, 8], [8, 8], 30)
+    assert depth.most(ROWS[:1]) == 0 and depth.most(ROWS, 62) == 0
+    for _ in range(40):
+        compared(depth, 1.05, rows=64, drafts=0.25)
     assert depth.most(ROWS[:1]) == 0 and depth.most(ROWS, 62) > 0
 
 
@@ -185,7 +239,7 @@ def test_what_is_found_is_soon_judged_again():
     depth, rests = DraftDepth(4, 8, CHEAP), []
     observed(depth, [4, 4], [0, 0], 30)
     for _ in range(8):
-        assert depth.choose(ROWS, counts(8, 8)) == 0 and not depth.idle
+        assert chosen(depth, 8, 8) == 0 and not depth.idle
         rests.append(sum(1 for _ in iter(lambda: depth.rests(2), False)))
     assert rests == [1, 2, 4, 8, 16, 32, 32, 32]
 
@@ -195,8 +249,7 @@ def test_the_first_comparisons_outweigh_what_was_measured_at_the_start():
     assert depth.most(ROWS) > 0
     for drafts in depth.depths[1:]:
         for _ in range(8):
-            depth.observe_step(2, 0, 1.0)
-            depth.observe_step(2, drafts, 3.9)
+            compared(depth, 3.9, drafts=drafts)
     assert depth.most(ROWS) == 0
 
 
@@ -204,7 +257,7 @@ def test_drafts_that_are_too_few_are_asked_for_again_sooner_than_wrong_ones():
     depth, waits = DraftDepth(4, 8, [Timing(1, 0, 1.0), Timing(1, 1, 2.0), Timing(1, 8, 4.0)]), []
     observed(depth, [4, 4], [4, 4], 12)
     for _ in range(5):
-        assert depth.choose(ROWS, counts(1, 0)) == 0
+        assert chosen(depth, 1, 0) == 0
         waits.append(sum(1 for _ in iter(lambda: depth.rests(2), False)))
     assert waits == [1, 2, 4, 8, 8]
 
@@ -225,14 +278,32 @@ def test_a_new_request_does_not_end_the_rest_where_drafts_pay_for_nobody():
     assert depth.rests(2)
 
 
+def test_who_takes_long_to_look_up_waits_longer():
+    """A twentieth of a step, in vain, is asked for only every 20 steps."""
+    depth, waits = DraftDepth(4, 8, CHEAP), []
+    for _ in range(7):
+        depth.found_nothing(ROWS)
+        waits.append(sum(1 for _ in iter(lambda: depth.rests(2), False)))
+        depth.in_vain(2, 0.2 / depth.costs.in_steps(2, 1.0))
+    assert waits == [2, 4, 8, 16, 20, 20, 20]
+
+
+def test_looking_up_in_vain_spends_credit():
+    depth = DraftDepth(4, 8, CHEAP)
+    assert chosen(depth, 8, 8) > 0
+    for _ in range(50):
+        depth.in_vain(2, 0.1 / depth.costs.in_steps(2, 1.0))
+    assert chosen(depth, 8, 8) == 0
+
+
 def test_a_proposer_that_finds_nothing_is_soon_asked_again():
     depth, waits = DraftDepth(4, 8, CHEAP), []
     for _ in range(7):
-        assert depth.most(ROWS) > 0 and depth.choose(ROWS, counts(0, 0)) == 0
+        assert chosen(depth, 0, 0) == 0
         waits.append(sum(1 for _ in iter(lambda: depth.rests(2), False)))
     assert waits == [1, 2, 4, 8, 8, 8, 8]
-    assert depth.choose(ROWS, counts(3, 0)) > 0
-    assert depth.choose(ROWS, counts(0, 0)) == 0
+    assert chosen(depth, 3, 0) > 0
+    assert chosen(depth, 0, 0) == 0
     assert [depth.rests(2), depth.rests(2)] == [True, False], "what was found begins anew"
 
 

@@ -666,14 +666,14 @@ class RunnerBase(Turns[Runtime, Step, Sampled]):
         self._reset()
 
     def _null_decodes(self, rows: int, drafts: int) -> StepPlan:
-        """A step of so many greedy decodes with so many drafts each, in the null block."""
+        """A step of so many greedy decodes with so many drafts of all together, in the null block."""
         greedy, token = SamplingParams(max_tokens=1, temperature=0.0), np.zeros(1, np.int32)
         admissions = [
             Admission(row=row, token_ids=token, num_prompt_tokens=1, num_computed_tokens=0, sampling=greedy)
             for row in range(rows)
         ]
-        num_drafts = np.full(rows, drafts, np.int32) if drafts else NONE
-        return self._null_plan(admissions, np.full(rows, 1 + drafts, np.int32), np.ones(rows, np.bool_), num_drafts)
+        each = drafts // rows + (np.arange(rows) < drafts % rows).astype(np.int32)
+        return self._null_plan(admissions, 1 + each, np.ones(rows, np.bool_), each if drafts else NONE)
 
     def warm_up(self) -> None:
         """Makes a prompt's step and a decode step for real, in the null block; RuntimeError where what comes of them is not

@@ -14,7 +14,7 @@ from penstock.engine.core.row_table import RowTable
 from penstock.engine.runner.verification import choices
 from penstock.kernels.paged_attention.batch import PagedBatch
 
-MAX_TAPED_TOKENS = 64
+MAX_TAPED_TOKENS = 128
 """Tokens of a step from a tape at most: the arithmetic of more takes far longer than what a tape saves."""
 
 
@@ -54,8 +54,9 @@ class StepInputs:
     """Per KV group, where its layers find and put the tokens."""
     logits_indices: torch.Tensor
     """[m], int64: the tokens whose hidden states go through the LM head."""
-    tokens_a_row: int | None
-    """Where all rows have as many, and all together no more than MAX_TAPED_TOKENS; else None."""
+    is_tapeable: bool
+    """Whether it may run from a tape: it has few tokens, and either all of them have logits or all rows have as many. Prompts beside
+    others have so many shapes that few would come again."""
     sampled_rows: Int32
     """[m]: indexes into the plan's rows, a row with drafts as often as it has logits."""
     placed: "Placed"
@@ -77,8 +78,8 @@ class Placed(NamedTuple):
     """[n]: of each token in its row."""
     groups: LazyGroups
     """Per KV group, to be asked for before the rows' blocks change."""
-    tokens_a_row: int | None
-    """Tokens of each row, if all rows have equally many, as in `StepInputs`."""
+    is_uniform: bool
+    """Whether all rows have equally many tokens."""
 
 
 class StepArrays:
@@ -101,7 +102,7 @@ class StepArrays:
         self._tables = [np.zeros((max_num_seqs, -(-max_model_len // group.block_size)), np.int32) for group in groups]
         self._seq_lens, self._logits_indices = np.zeros(max_num_seqs, np.int32), np.zeros(max_logits_rows, np.int64)
         self._places = np.arange(max_num_seqs + 1, dtype=np.int32)
-        self._starts: dict[int, Int32] = {}
+        self._query_start_loc = np.zeros(max_num_seqs + 1, np.int32)
 
     def place(self, table: RowTable, rows: Int32, starts: Int32, counts: Int32) -> Placed:
         """Finds the slots of tokens in the cache.
@@ -114,32 +115,33 @@ class StepArrays:
         """
         count, total = len(rows), int(counts.sum())
         seq_lens = np.add(starts, counts, out=self._seq_lens[:count])
-        each = total // count if count else 0
-        uniform = total <= MAX_TAPED_TOKENS and np.count_nonzero(counts == each) == count
+        query_start_loc = self._query_start_loc[: count + 1]
         # A token each, as in most steps: a small model's takes hardly longer than what is in the other branch.
         if np.count_nonzero(counts == 1) == count:
-            query_start_loc, request = self._starts_of(1)[: count + 1], self._starts_of(1)[:count]
-            token_rows, positions = rows, starts
+            query_start_loc[:] = self._places[: count + 1]
+            request, token_rows, positions, uniform = self._places[:count], rows, starts, True
         else:
-            summed = np.concatenate(([0], np.cumsum(counts))).astype(np.int32)
-            query_start_loc = self._starts_of(each)[: count + 1] if uniform else summed
-            request = np.repeat(np.arange(count), counts)
+            np.cumsum(counts, out=query_start_loc[1:])
+            request, uniform = np.repeat(self._places[:count], counts), np.count_nonzero(counts == counts[0]) == count
             token_rows = rows[request]
             positions = starts[request] + np.arange(total) - query_start_loc[request]
+        self._query_start_loc[count + 1 :] = total
         longest = int(seq_lens.max(initial=0))
 
         def group_inputs(number: int) -> GroupInputs:
             group, size = self._groups[number], self._groups[number].block_size
-            place = self._tables[number][:count, : -(-longest // size)]
-            place[:] = table.block_tables[number][rows, : place.shape[1]]
+            table = self._tables[number][:, : -(-longest // size)]
+            table[:count] = block_tables[number][rows, : table.shape[1]]
             columns, offsets = np.divmod(positions, size)
             slots = self._slots[number][:total]
-            np.multiply(place[request, columns], np.int64(size), out=slots)
+            np.multiply(table[request, columns], np.int64(size), out=slots)
             slots += offsets
-            return GroupInputs(torch.from_numpy(slots), PagedBatch(size, query_start_loc, seq_lens, place, group.window))
+            # Of all rows, most of which may have no tokens: so a tape says nothing of how many have some.
+            batch = PagedBatch(size, self._query_start_loc, self._seq_lens, table, group.window)
+            return GroupInputs(torch.from_numpy(slots), batch)
 
-        groups = LazyGroups(group_inputs)
-        return Placed(rows, query_start_loc, seq_lens, token_rows, positions, groups, each if uniform else None)
+        block_tables, groups = table.block_tables, LazyGroups(group_inputs)
+        return Placed(rows, query_start_loc, seq_lens, token_rows, positions, groups, uniform)
 
     def inputs(
         self, placed: Placed, token_ids: Int32 | torch.Tensor, logits_indices: Int32, sampled_rows: Int32 = NONE
@@ -153,7 +155,7 @@ class StepArrays:
             positions=torch.from_numpy(self._positions[:total]),
             groups=placed.groups,
             logits_indices=torch.from_numpy(self._logits_indices[:logits]),
-            tokens_a_row=placed.tokens_a_row,
+            is_tapeable=total <= MAX_TAPED_TOKENS and (placed.is_uniform or logits == total),
             sampled_rows=sampled_rows,
             placed=placed,
         )
@@ -173,9 +175,3 @@ class StepArrays:
             sampled, back = choices(plan)
             ends = (placed.query_start_loc[1:][sampled] - back).astype(np.int32)
         return self.inputs(placed, table.token_ids[placed.token_rows, placed.positions], ends - 1, sampled)
-
-    def _starts_of(self, tokens: int) -> Int32:
-        """[max_num_seqs + 1]: where the tokens of rows begin that have so many each."""
-        if tokens not in self._starts:
-            self._starts[tokens] = self._places * np.int32(tokens)
-        return self._starts[tokens]

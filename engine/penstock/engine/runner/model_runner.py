@@ -240,7 +240,7 @@ class ModelRunner(RunnerBase[HostRuntime, HostStep, StepResult]):
         return time.process_time()
 
     def _time_decodes(self, rows: int, drafts: int) -> float:
-        """Seconds of a step of so many decodes in the null block, each with so many drafts, which are proposed."""
+        """Seconds of a step of so many decodes in the null block, with so many drafts of all together, which are proposed."""
         plan = self._null_decodes(rows, drafts)
         assert self._proposer is not None
         for row in range(rows):
@@ -254,7 +254,7 @@ class ModelRunner(RunnerBase[HostRuntime, HostStep, StepResult]):
         table.room[plan.rows] = self.config.model.max_model_len  # the null block takes any position
         if drafts:
             self._proposer.follow(table, plan.rows, step.placed, np.ones(rows, np.bool_))
-            self._proposer.propose(table, plan.rows, table.num_tokens[plan.rows], drafts)
+            self._proposer.propose(table, plan.rows, table.num_tokens[plan.rows], -(-drafts // rows))
         seconds = self._clock() - began
         self._reset()
         return self._comm.agree(seconds)

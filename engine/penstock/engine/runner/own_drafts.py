@@ -13,7 +13,8 @@ from penstock.engine.runner.draft_sampler import DraftSampler
 from penstock.engine.runner.input_batch import Placed
 from penstock.engine.runner.sampler.choice import Drawn
 from penstock.engine.runner.verification import choices_given
-from penstock.engine.spec.depth import HIGH_HOPE, HOPE, DraftDepth, Timing, depths
+from penstock.engine.spec.costs import Timing, knots
+from penstock.engine.spec.depth import HIGH_HOPE, HOPE, DraftDepth, depths
 from penstock.engine.spec.proposer import Proposer
 
 log = logging.getLogger(__name__)
@@ -40,10 +41,10 @@ class _Begun(NamedTuple):
 
     at: float
     rows: int
-    drafts: int
-    """Of each row."""
+    drafts: float
+    """Of a row, on average."""
     guessed_s: float
-    """Seconds that a draft model or head took for these drafts, before the step began."""
+    """Seconds that the proposer took for these drafts, before the step began."""
 
 
 class OwnDrafts:
@@ -58,7 +59,7 @@ class OwnDrafts:
         clock: Compares steps.
         apart: Whether the host has tokens later than the rows count them, and says how many it has.
         sampler: Of a proposer that may draw its drafts; None: it never does.
-        max_alike_tokens: Of a step whose rows shall all have as many drafts, at most.
+        max_filled_tokens: Of a step that is filled up with guesses to one of few sizes, at most.
     """
 
     def __init__(
@@ -70,14 +71,13 @@ class OwnDrafts:
         vocab_size: int,
         clock: Clock,
         sampler: DraftSampler | None = None,
-        max_alike_tokens: int = 0,
+        max_filled_tokens: int = 0,
         *,
         apart: bool = False,
     ) -> None:
         self._proposer, self._vocab_size, self._clock, self._sampler = proposer, vocab_size, clock, sampler
-        self._max_alike_tokens = max_alike_tokens
         hope = HOPE if proposer.looks_up else HIGH_HOPE
-        self._depth = DraftDepth(max_num_seqs, config.num_speculative_tokens, timings, hope)
+        self._depth = DraftDepth(max_num_seqs, config.num_speculative_tokens, timings, hope, max_filled_tokens)
         self.drafts: Int32 = np.full((max_num_seqs, config.num_speculative_tokens), _PAD, np.int32)
         """[rows, K]: of each row's next step, -1 pads."""
         self._num_proposed: Int32 = np.zeros(max_num_seqs, np.int32)
@@ -101,7 +101,7 @@ class OwnDrafts:
         self._alone = False
         """Whether it is known to have been one of decodes alone."""
         self._guess_s: float | None = None
-        """Seconds that a draft model or head has taken since the last step began; None: it was not asked."""
+        """Seconds that the proposer has taken since the last step began; None: it was not asked."""
 
     def apply(self, plan: StepPlan, rows: RowTable) -> None:
         """Takes in who leaves and who comes, before the plan is applied to the rows."""
@@ -131,18 +131,19 @@ class OwnDrafts:
         if last is not None and now is not None:
             spent_s = now - last.at - (guess_s or 0.0)
             self._depth.observe_step(last.rows, last.drafts, self._clock.agree(spent_s + last.guessed_s))
-            if guess_s is not None and not last.drafts:
+            if guess_s is not None and not last.drafts and not self._proposer.looks_up:
                 self._depth.followed(last.rows, self._clock.agree(guess_s))
-        drafts = int(plan.num_drafts.max()) if len(plan.num_drafts) else 0
-        follows = not (drafts or self._proposer.looks_up or self._depth.idle)
-        if not follows and not self._depth.learns_from(drafts):
+        verified = int(plan.num_drafts.sum()) if len(plan.num_drafts) else 0
+        follows = not (verified or self._proposer.looks_up or self._depth.idle)
+        if not follows and not self._depth.learns_from(len(plan.rows), verified):
+            self._alone = not plan.admissions  # a guess that is good enough: each look at arrays shows in a small model's step
             return
-        tokens = plan.num_new_tokens - plan.num_drafts if drafts else plan.num_new_tokens
-        self._alone = len(tokens) > 0 and np.count_nonzero(tokens == 1) == len(tokens)
-        # A guess falls into the step before the one that verifies it, and may come with a prompt that is read.
-        if self._alone and (alone or not drafts or self._proposer.looks_up):
-            guessed_s = guess_s or 0.0 if drafts else 0.0
-            self._last = _Begun(self._clock.now() if now is None else now, len(tokens), drafts, guessed_s)
+        rows = len(plan.rows)
+        self._alone = 0 < rows == int(plan.num_new_tokens.sum()) - verified
+        # Behind a prompt the caches are cold, and a guess that came with one had the prompt to read as well.
+        if self._alone and alone:
+            guessed_s = guess_s or 0.0 if verified else 0.0
+            self._last = _Begun(self._clock.now() if now is None else now, rows, verified / rows, guessed_s)
 
     def drawn(self, plan: StepPlan, drafts: Int32) -> Drawn | None:
         """What the sampler must know of a step's drafts, [r, most of a row], as of `planned_drafts`; None: none was drawn."""
@@ -191,18 +192,21 @@ class OwnDrafts:
             own[plan.draft_rows] = False  # what a guide forces says nothing of the proposer
             of = plan.rows[own]
             drafted = np.minimum(plan.num_drafts[own], self._num_proposed[of])
-            self._depth.observe(of, drafted, np.minimum(counts[own] - 1, drafted), len(plan.rows) - len(of))
+            accepted, verified = np.minimum(counts[own] - 1, drafted), int(plan.num_drafts[own].sum())
+            self._depth.observe(of, drafted, accepted, len(plan.rows) - len(of), verified)
         # The host knows of no drafts but those that it is told of: masks are for these alone.
         if self._has_any:
             self.drafts[plan.rows], self._own[plan.rows] = _PAD, False
             self._has_any = bool((self.drafts != _PAD).any())
-        if self._proposer.looks_up:
-            return None if rests else self._looked_up(plan, rows, goes_on & self._wanted[plan.rows])
+        asked, looks_up = goes_on & self._wanted[plan.rows], self._proposer.looks_up
+        if looks_up and (rests or not asked.any()):
+            return None
         began = self._clock.now()
-        try:
-            return self._guessed(plan, rows, step, goes_on & self._wanted[plan.rows], rests=rests)
-        finally:
-            self._guess_s = self._clock.now() - began
+        drafts = self._looked_up(plan, rows, asked) if looks_up else self._guessed(plan, rows, step, asked, rests=rests)
+        self._guess_s = self._clock.now() - began
+        if looks_up and drafts is None:
+            self._depth.in_vain(len(plan.rows), self._clock.agree(self._guess_s))
+        return drafts
 
     def _all_rest(self, plan: StepPlan) -> bool:
         """Takes in a step of a rest, if it had no drafts and nobody reads it. A small model's step takes so little time that each
@@ -216,14 +220,14 @@ class OwnDrafts:
     def _looked_up(self, plan: StepPlan, rows: RowTable, asked: Bool) -> Int32 | None:
         """As `propose`, of a proposer that looks drafts up: what it finds decides whether they pay."""
         of = plan.rows[asked]
-        if not len(of):
-            return None
         found = self._proposed(rows, of, self.drafts.shape[1])
         if found is None:
             self._num_proposed[of] = 0
             self._depth.found_nothing(of)
             return None
-        return self._kept(plan, of, found, rows)
+        self._num_proposed[of] = counts = (found >= 0).sum(axis=1, dtype=np.int32)
+        each = self._depth.choose(of, np.minimum(counts, self._room(of, rows)), len(plan.rows) - len(of))
+        return None if each is None else self._kept(plan, of, found, np.array(each, np.int32), rows)
 
     def _guessed(self, plan: StepPlan, rows: RowTable, step: Placed | None, asked: Bool, *, rests: bool) -> Int32 | None:
         """As `propose`, of a proposer that takes its time: it is asked only for what would pay."""
@@ -242,7 +246,10 @@ class OwnDrafts:
         if not self._follow(rows, plan, step, asked if most else np.zeros_like(asked)) or not most:
             return None
         found = self._proposed(rows, of, most)
-        return None if found is None else self._kept(plan, of, found, rows)
+        if found is None:
+            return None
+        self._num_proposed[of] = each = (found >= 0).sum(axis=1, dtype=np.int32)
+        return self._kept(plan, of, found, each, rows)
 
     def _proposed(self, rows: RowTable, of: Int32, most: int) -> Int32 | None:
         """[m, K]: what the proposer says of the rows `of`, [m], up to the first that is no token, and no more than `most`; None:
@@ -268,24 +275,26 @@ class OwnDrafts:
             return False
         return True
 
-    def _kept(self, plan: StepPlan, of: Int32, found: Int32, rows: RowTable) -> Int32 | None:
-        """Keeps as many drafts of the rows `of`, [m], as pay."""
-        self._num_proposed[of] = counts = (found >= 0).sum(axis=1, dtype=np.int32)
-        depth = self._depth.choose(of, counts, len(plan.rows) - len(of))
-        if not depth:
+    def _room(self, of: Int32, rows: RowTable) -> Int32:
+        """[m]: drafts that the rows `of` have use for: a step gives a token beside them."""
+        return np.clip(self._limits[of] - self._tokens(rows)[of] - 1, 0, self.drafts.shape[1])
+
+    def _kept(self, plan: StepPlan, of: Int32, found: Int32, each: Int32, rows: RowTable) -> Int32 | None:
+        """Keeps so many drafts, `each`, of the rows `of`, [m] both."""
+        room = self._room(of, rows)
+        each = np.minimum(each, room)
+        if not each.any():
             return None
-        alike, known = len(of) * (1 + depth) <= self._max_alike_tokens, self._tokens(rows)[of]
-        if alike:
-            # Rows that are alike run from a tape or a graph, and a request at its end has no use for many drafts.
-            depth = self._depth.at_most(min(depth, int((self._limits[of] - known).min()) - 1))
-            if not depth:
-                return None
-        found[:, depth:] = _PAD
+        places = np.arange(found.shape[1])
+        found[places >= each[:, None]] = _PAD
         self._own[of], self._has_any = found >= 0, True
-        if alike:
-            # What they are filled up with is a guess like any other.
-            last = rows.token_ids[of, known - 1]
-            found[:, :depth] = np.where(found[:, :depth] < 0, last[:, None], found[:, :depth])
+        total = len(plan.rows) + int(each.sum())
+        more = self._depth.filled(total) - total
+        if more and (free := np.cumsum(room - each))[-1] >= more:
+            # What a step is filled up with is a guess like any other.
+            ends = each + np.clip(more - free + room - each, 0, room - each)
+            last = rows.token_ids[of, self._tokens(rows)[of] - 1]
+            found = np.where((places >= each[:, None]) & (places < ends[:, None]), last[:, None], found)
         self.drafts[of] = found
         return self.drafts[plan.rows]
 
@@ -296,7 +305,7 @@ def measured_drafts(
     run: Callable[[int, int], float],
     scheduler: SchedulerConfig,
     vocab_size: int,
-    max_alike_tokens: int,
+    max_filled_tokens: int,
     clock: Clock,
     sampler: DraftSampler | None = None,
     *,
@@ -309,31 +318,32 @@ def measured_drafts(
     pairs = zip(*([it for it in timings if it.drafts == drafts] for drafts in (0, most)), strict=True)
     told = ", ".join(f"{after.seconds / before.seconds:.2f} at {before.rows} requests" for before, after in pairs)
     log.info("steps with %d drafts take, as multiple of those without: %s", most, told)
-    return OwnDrafts(config, proposer, timings, rows, vocab_size, clock, sampler, max_alike_tokens, apart=apart)
+    return OwnDrafts(config, proposer, timings, rows, vocab_size, clock, sampler, max_filled_tokens, apart=apart)
 
 
 def measure_steps(run: Callable[[int, int], float], max_num_seqs: int, num_drafts: int) -> list[Timing]:
     """Times steps of several numbers of rows, with and without drafts; see `DraftDepth`.
 
     Args:
-        run: Runs a step of so many rows with so many drafts each; returns its seconds.
+        run: Runs a step of so many rows with so many drafts of all of them together; returns its seconds.
         max_num_seqs: Rows at most.
-        num_drafts: Drafts at most.
+        num_drafts: Drafts of a row at most.
     """
     found: list[Timing] = []
     for size in sorted({min(size, max_num_seqs) for size in (1, 4, 16, 64)}):
-        for drafts in depths(num_drafts):
+        numbers = sorted({round(size * drafts) for drafts in knots(depths(num_drafts))})
+        for drafts in numbers:
             run(size, drafts)  # the first runs of a shape do more than the later ones
             run(size, drafts)
         # In turns, so that what else the machine does meanwhile falls on all numbers of drafts alike.
-        seconds, spent = dict.fromkeys(depths(num_drafts), float("inf")), 0.0
+        seconds, spent = dict.fromkeys(numbers, float("inf")), 0.0
         for repeat in range(_MOST_REPEATS):
             for drafts, least in seconds.items():
                 took = run(size, drafts)
                 seconds[drafts], spent = min(least, took), spent + took
             if repeat + 1 >= _REPEATS and spent >= _REPEATS_S:
                 break
-        found += [Timing(size, drafts, least) for drafts, least in seconds.items()]
+        found += [Timing(size, drafts / size, least) for drafts, least in seconds.items()]
         if found[-1].seconds > _PATIENCE_S:
             break
     return found

@@ -1,7 +1,7 @@
 """Steps that run from a tape: on a CPU, a small model's step is mostly the interpreter's.
 
-A tape belongs to a shape: how many rows, how many tokens each of them has, and how many rows of logits are wanted. It is recorded
-by such a step, which it is as well. Inputs stay where they are (`StepArrays`): each later step has written its own there.
+A tape belongs to a shape: how many tokens there are, and how many rows of logits are wanted. Whose they are is an input. It is
+recorded by such a step, which it is as well. Inputs stay where they are (`StepArrays`): each later step has written its own there.
 """
 
 import logging
@@ -25,11 +25,9 @@ _COMES_AGAIN = 3
 class TapeShape(NamedTuple):
     """What is part of a tape, and not of its inputs."""
 
-    rows: int
     tokens: int
-    """Of each row."""
     logits: int
-    """Rows of logits, of all rows' tokens together."""
+    """Rows of logits."""
 
 
 class Taped(Protocol):
@@ -65,16 +63,15 @@ class StepTapes:
 
     def run(self, inputs: StepInputs, ctx: ForwardContext) -> torch.Tensor | None:
         """[m, vocab], float32, where there are logits; the next step overwrites them. None: the step must run without a tape."""
-        tokens, each = len(inputs.input_ids), inputs.tokens_a_row
-        if self._refused or not each:
+        tokens, logits = len(inputs.input_ids), len(inputs.logits_indices)
+        if self._refused or not inputs.is_tapeable or not tokens:
             return None
-        shape = TapeShape(tokens // each, each, len(inputs.logits_indices) if self._has_logits else 0)
+        shape = TapeShape(tokens, logits if self._has_logits else 0)
         tape = self._tapes.get(shape)
         if tape is not None:
             return tape.run()
-        decodes = shape.tokens == 1 and (shape.logits == shape.rows or not self._has_logits)
-        if not decodes and self._seen[shape] < _COMES_AGAIN:
-            # Prompts have any length, and rows any number of drafts: only a shape that comes again is worth a tape.
+        if logits < tokens and self._seen[shape] < _COMES_AGAIN:
+            # Prompts have any length: only a shape that comes again is worth a tape.
             self._seen[shape] += 1
             return None
 

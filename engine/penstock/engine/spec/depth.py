@@ -1,15 +1,11 @@
 """How many drafts pay: verifying makes a step longer, and gains a token only where a draft and all before it are accepted."""
 
-from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from operator import attrgetter, itemgetter
 from typing import Final, NamedTuple
 
-import numpy as np
-import numpy.typing as npt
-
 from penstock.engine.core.plan import Int32
-
-Float64 = npt.NDArray[np.float64]
+from penstock.engine.spec.costs import AT_START, StepCosts, Timing, size_of
 
 HOPE, HIGH_HOPE = 0.7, 0.9
 """Acceptance that is believed in before anything is known: of what stands in text, and of guesses of a model. These cost more:
@@ -22,24 +18,22 @@ _WEIGHT: Final = 0.15
 """Of a draft in a row's acceptance."""
 _STEPS_OF_ACCEPTANCE: Final = 100
 """From 0 to 1: what a draft gains is looked up."""
+_SIZES: Final = 8
+"""Of filled steps up to so many tokens, all; above, four for each power of two."""
 _RETURN: Final = 0.01
 """How far a row's acceptance goes back to what new requests have, in a step without drafts."""
-_NEWEST: Final = 0.1
-"""Weight of a step's seconds in those that are usual."""
 _OFFERED: Final = 0.2
 """Weight of a look-up in how many drafts the proposer usually has."""
-_COMPARED: Final = 0.1
-"""Weight of two neighbouring steps in what drafts cost, at least. The first of them count for more: at the start texts were short
-and no row was sampled as its client wants."""
-_AT_START: Final = 4
-"""Comparisons that the measurement at the start is worth: the first steps of a shape have no tape, which costs more."""
-_LONGEST_RUN: Final = 64
-"""Steps with drafts, after which one without is compared with them."""
-_FIRST_RUNS: Final = 8
-"""The same, while less was compared than the measurement at the start is worth."""
-_OUTLIER: Final = 3.0
-"""Times the usual, above which a step's seconds are taken for somebody else's doing."""
-_MARGIN: Final = 1.05
+_WARM: Final = 4
+"""Steps without drafts in a row, the last of which is compared with those that have some: the first of them take longer, which is
+the drafts' doing and would make these seem cheaper than they are."""
+_LONGEST_RUN: Final = 256
+"""Steps with drafts, after which so many without are made."""
+_SHORTEST_RUN: Final = 8
+"""The same, while less was compared than the measurement at the start is worth, or where drafts gain little."""
+_COMPARING: Final = 0.01
+"""Of a step, a quarter of what such comparisons may cost in each: the less drafts gain, the sooner it is seen that they gain nothing."""
+_MARGIN: Final = 1.08
 """Times the tokens a second without drafts that are wanted of drafts."""
 _UNLEARNED: Final = 1.15
 """The same where what drafts cost is only known from the start."""
@@ -50,7 +44,7 @@ _IDLE_AFTER: Final = 16
 """Steps of a rest, after which who must read every step to propose anything is told of none: that costs more than to ask."""
 _LONGEST_IDLE: Final = 512
 """Steps of such a rest."""
-_MOST_CREDIT: Final = 6.0
+_MOST_CREDIT: Final = 4.0
 """Steps without drafts that drafts may have cost, all told, beyond what they have gained. What they gain
 beyond is not saved up: they cost no more than this where texts change for the worse."""
 _MOST_DEBT: Final = 1.0
@@ -62,63 +56,67 @@ _WELCOME: Final = 0.125
 _SHORTEST_WAIT: Final = 2
 _LONGEST_WAIT: Final = 8
 """Steps for which a proposer that has found nothing is not asked again, at most: its text may begin to repeat at any token."""
+_VAIN: Final = 0.01
+"""Of the time of such steps that asking may take: who takes long to look up waits longer."""
 
 
-class Timing(NamedTuple):
-    """Measured: a step of so many rows with so many drafts each."""
+class _Best(NamedTuple):
+    """So many drafts of all rows together, and the tokens a second that they make, as a multiple of those without drafts."""
 
-    rows: int
     drafts: int
-    seconds: float
+    rate: float
+
+
+_rate, _chance = attrgetter("rate"), itemgetter(0)
 
 
 class DraftDepth:
-    """Chooses one number of drafts for all rows of a step, so that steps have few shapes.
+    """Chooses how many drafts of each row a step verifies: of all that there are, the likeliest, as many as pay.
 
-    It reckons with Python's numbers: of one row and four depths, NumPy's operations took a twentieth of a small model's step.
+    It reckons with Python's numbers: of one row and four drafts, NumPy's operations took a twentieth of a small model's step.
 
     Args:
         max_num_seqs: Rows.
         num_drafts: K, drafts of a row at most.
-        timings: For several numbers of rows, ascending, steps with several numbers of drafts, 0 and K among them.
+        timings: As of `StepCosts`.
         hope: Acceptance that is believed in.
+        max_filled_tokens: Of a step that is filled up to one of few sizes, at most; see `filled`.
     """
 
-    def __init__(self, max_num_seqs: int, num_drafts: int, timings: Sequence[Timing], hope: float = HOPE) -> None:
+    def __init__(
+        self, max_num_seqs: int, num_drafts: int, timings: Sequence[Timing], hope: float = HOPE, max_filled_tokens: int = 0
+    ) -> None:
         self._acceptance = [hope] * max_num_seqs
         self._hope = self._usual = hope
         self.depths = depths(num_drafts)
-        self._gains = _gains(self.depths)
+        self._chances = [
+            [(step / _STEPS_OF_ACCEPTANCE) ** place for place in range(1, num_drafts + 1)]
+            for step in range(_STEPS_OF_ACCEPTANCE + 1)
+        ]
+        """By acceptance: how likely a row's first draft is accepted, its second, and so on."""
         self._remembered = [(1 - _WEIGHT) ** judged for judged in range(num_drafts + 1)]
         """By the number of drafts that were judged: weight of what was known of a row before."""
         self._offered = float(num_drafts)
         """Drafts of a row that the proposer usually has."""
-        self._places = {depth: at for at, depth in enumerate(self.depths)}
-        seconds = self._table(max_num_seqs, timings)
-        self._usual_s: Float64 = seconds[:, 0].copy()
-        """[sizes]: of a step without drafts."""
-        self._measured: Float64 = seconds / seconds[:, :1]
-        self._costs: Float64 = self._measured.copy()
-        """[sizes, depths]: of a step, as multiples of one without drafts."""
-        self._comparisons: npt.NDArray[np.int64] = np.zeros(seconds.shape, np.int64)
-        self._plain_s: dict[int, float] = {}
-        """By size: seconds of the last step without drafts."""
-        self._before: tuple[int, int, float] | None = None
-        """Size, place and seconds of the step that was observed last."""
+        self._max_filled_tokens = max_filled_tokens
+        self.costs = StepCosts(max_num_seqs, self.depths, timings)
+        self._plain, self._compares = 0, False
+        """Steps without drafts that were observed since there were some, and whether another one is looked for."""
         self._rest, self._rested, self._next_rest, self._run = 0, 0, 1, 0
+        self._missed = 0
+        """How often in a row such steps told nothing, since they took in prompts, say: then it is tried more seldom."""
         self._idle, self._fewer = False, 0
         self._num_rows = 1
         """Of the last choice."""
-        self._credit: Float64 = np.full(len(seconds), _MOST_CREDIT)
+        self._wait = _LONGEST_WAIT
+        """Steps after which a proposer that has found too little is asked again, at most."""
+        self._credit = [_MOST_CREDIT] * (size_of(max_num_seqs) + 1)
         """[sizes]: what drafts may still cost, in steps without drafts: what costs too much for many rows may pay for few."""
 
-    def learns_from(self, drafts: int) -> bool:
-        """Whether the time of a step with so many drafts is to be observed; of one without any only behind one that had some."""
-        return drafts in self._places if drafts else self._before is not None and self._before[1] > 0
-
-    def at_most(self, drafts: int) -> int:
-        """The largest depth that is not above so many drafts."""
-        return max((depth for depth in self._places if depth <= drafts), default=0)
+    def learns_from(self, num_rows: int, drafts: int) -> bool:
+        """Whether the time of a step is to be observed: of one without drafts only soon after one that had some, or where none of
+        as many rows is known yet."""
+        return drafts > 0 or self._compares or not self.costs.knows(num_rows)
 
     def admit(self, row: int) -> None:
         """Another request has the row, which ends the rest if drafts pay for requests like the last ones. Among many rows it is
@@ -128,7 +126,8 @@ class DraftDepth:
         wait = 0 if self._idle else self._num_rows // 4  # who misses its first step never makes up for it
         if self._rest <= wait or not self._has_credit:
             return
-        if self._best(self._tokens([self._usual], [round(self._offered)]), self._num_rows):
+        rows = self._num_rows
+        if self._best(self._ranked([self._usual] * rows, [round(self._offered)] * rows), rows).drafts:
             self._rest = wait
             if not wait:
                 self._next_rest = 1
@@ -136,7 +135,7 @@ class DraftDepth:
     def rests(self, num_rows: int) -> bool:
         """Whether the next choice, of so many rows, is none, which costs nothing; to be asked once a step. What does not pay for
         many rows may pay for few."""
-        self._fewer = self._fewer + 1 if _size(num_rows) < _size(self._num_rows) else 0
+        self._fewer = self._fewer + 1 if size_of(num_rows) < size_of(self._num_rows) else 0
         if self._fewer == _FEWER:
             self._rest, self._next_rest, self._num_rows = 0, 1, num_rows
         if self._rest == 0:
@@ -150,14 +149,13 @@ class DraftDepth:
         """Whether a proposer that reads every step need not read those of this rest."""
         return self._idle
 
-    def observe(self, rows: Int32, drafted: Int32, accepted: Int32, others: int = 0) -> None:
+    def observe(self, rows: Int32, drafted: Int32, accepted: Int32, others: int = 0, verified: int = 0) -> None:
         """Takes in a step: [m] rows, the drafts that were verified, and how many of them were accepted. There were so many others
-        beside them."""
+        beside them. So many drafts were verified with what rows were filled up with."""
         given, right = drafted.tolist(), accepted.tolist()
         if given:
             count = len(given) + others
-            cost = self._costs[_size(count), bisect_left(self.depths[:-1], max(given))]
-            self._earn(count, (sum(right) - (float(cost) - 1) * len(given)) / count)
+            self._earn(count, sum(right) / count - (self.costs.of(count, max(sum(given), verified) / count) - 1))
         total = 0
         for row, has, good in zip(rows.tolist(), given, right, strict=True):
             # A draft after a rejected one says nothing.
@@ -169,55 +167,53 @@ class DraftDepth:
             weight = 1 - (1 - _SHARED) ** total
             self._usual += weight * (sum(right) / total - self._usual)
 
-    def observe_step(self, num_rows: int, drafts: int, seconds: float) -> None:
-        """Takes in how long a step of decodes with so many drafts each took, all told.
-
-        Who else uses the machine slows steps with drafts and without alike. So what drafts cost is read from neighbours alone.
-        """
-        size, place = _size(num_rows), self._places[drafts]
-        costs, before, self._before = self._costs[size], self._before, None
-        plain = seconds / float(costs[place])
-        if plain >= _OUTLIER * float(self._usual_s[size]):
-            # A machine that has become this slow for good is believed in the end.
-            self._usual_s[size] *= 1 + _NEWEST
+    def observe_step(self, num_rows: int, drafts: float, seconds: float) -> None:
+        """Takes in how long a step of decodes with so many drafts of a row on average took, with what looking them up took."""
+        self._plain = 0 if drafts else self._plain + 1
+        self._compares = self._plain < _WARM
+        if not drafts and self._compares:
             return
-        self._usual_s[size] += _NEWEST * (plain - float(self._usual_s[size]))
-        self._before = size, place, seconds
-        if not place:
-            self._plain_s[size] = seconds
-        elif (before is None or before[0] != size or before[1]) and size in self._plain_s:
-            # Among prompts that are read, steps of decodes alone are rare: an earlier one will do.
-            before = size, 0, self._plain_s[size]
-        if before is None or before[0] != size or before[1] == place:
-            return
-        of = place or before[1]
-        found = seconds / before[2] * float(costs[before[1]]) if place else before[2] / seconds
-        self._comparisons[size, of] += 1
-        costs[of] += max(_COMPARED, 1 / (_AT_START + int(self._comparisons[size, of]))) * (found - float(costs[of]))
+        self.costs.observe(num_rows, drafts, seconds)
+        if not drafts:
+            self._run = self._missed = 0
 
     def followed(self, num_rows: int, seconds: float) -> None:
         """Takes in what a proposer that reads every step took for one without drafts."""
-        self._earn(num_rows, -seconds / float(self._usual_s[_size(num_rows)]))
+        self._earn(num_rows, -self.costs.in_steps(num_rows, seconds))
+
+    def in_vain(self, num_rows: int, seconds: float) -> None:
+        """Takes in what it took to look up what does not pay."""
+        steps = self.costs.in_steps(num_rows, seconds)
+        self._earn(num_rows, -steps)
+        self._wait = min(max(_LONGEST_WAIT, round(steps / _VAIN)), _LONGEST_REST)
 
     @property
     def _has_credit(self) -> bool:
-        return float(self._credit[_size(self._num_rows)]) > 0
+        return float(self._credit[size_of(self._num_rows)]) > 0
 
     def _earn(self, num_rows: int, steps: float) -> None:
-        size = _size(num_rows)
+        size = size_of(num_rows)
         self._credit[size] = min(max(float(self._credit[size]) + steps, -_MOST_DEBT), _MOST_CREDIT)
+
+    def filled(self, tokens: int) -> int:
+        """So many tokens of a step, or a few more; see the function `filled`."""
+        return filled(tokens, self._max_filled_tokens)
 
     def most(self, rows: Int32, others: int = 0) -> int:
         """The most drafts that can pay for these rows, [m], beside so many that get none, however many a proposer has. It is one
-        that reads every step, which is not free either."""
+        that reads every step, which is not free either, and makes as many of each row."""
         self._forget(rows, others)
-        best = self._best(self._most_tokens(rows), len(rows), others, _UNLEARNED)
-        if not self._has_credit:
-            best, self._next_rest = 0, _LONGEST_IDLE
-        if not best:
+        best, chances, count = _Best(0, _UNLEARNED), [self._chances_of(at) for at in self._accepted(rows)], len(rows) + others
+        for depth in self.depths[1:]:
+            made = count + sum(sum(of[:depth]) for of in chances)
+            best = max(best, self._rated(count, depth * len(rows), made), key=_rate)
+        if not best.drafts or not self._has_credit:
+            if best.drafts:
+                self._next_rest = _LONGEST_IDLE
             self._begin_rest(_LONGEST_IDLE)
             self._idle = self._rest > _IDLE_AFTER
-        return best
+            return 0
+        return 0 if self._compared(best) else best.drafts // len(rows)
 
     def _forget(self, rows: Int32, others: int) -> None:
         """What was learned before a rest goes back to what was believed at first."""
@@ -227,8 +223,7 @@ class DraftDepth:
         self._usual += min(_FORGOTTEN * self._rested, 1) * (self._hope - self._usual)
         for row in rows.tolist():
             self._acceptance[row] += min(_RETURN * self._rested, 1) * (self._usual - self._acceptance[row])
-        size, at = _size(self._num_rows), min(_FORGOTTEN * self._rested, 1)
-        self._costs[size] += at * (self._measured[size] - self._costs[size])
+        self.costs.forget(self._num_rows, min(_FORGOTTEN * self._rested, 1))
         self._earn(self._num_rows, _EARNED * self._rested)
         self._rested = 0
 
@@ -237,79 +232,90 @@ class DraftDepth:
         self._num_rows = len(rows)
         self._offered -= _OFFERED * self._offered
         self._next_rest = max(self._next_rest, _SHORTEST_WAIT)
-        self._begin_rest(_LONGEST_WAIT)
+        self._begin_rest(self._wait)
 
-    def choose(self, rows: Int32, proposed: Int32, others: int = 0) -> int:
-        """How many drafts of each row make the most tokens a second, given how many the proposer has, [m]; see `most`."""
+    def choose(self, rows: Int32, proposed: Int32, others: int = 0) -> list[int] | None:
+        """How many drafts of each row make the most tokens a second, given how many there are, [m], of a proposer that looks them up.
+
+        There are so many rows beside these. None: no drafts pay.
+        """
         self._forget(rows, others)
         offers = proposed.tolist()
         self._offered += _OFFERED * (sum(offers) / len(offers) - self._offered)
-        acceptance = [self._acceptance[row] for row in rows.tolist()]
-        best = self._best(self._tokens(acceptance, offers), len(rows), others) if any(offers) else 0
-        if not best:
+        acceptance = self._accepted(rows)
+        ranked = self._ranked(acceptance, offers)
+        best = self._best(ranked, len(offers) + others)
+        if not best.drafts:
             # Where more drafts would pay, it is the proposer that has too few, and its text may begin to repeat at any token.
-            would = self._best(self._most_tokens(rows), len(rows), others)
-            self._begin_rest(_LONGEST_WAIT if would else _LONGEST_REST)
-            return 0
+            would = self._best(self._ranked(acceptance, [self.depths[-1]] * len(offers)), len(offers) + others)
+            self._begin_rest(self._wait if would.drafts else _LONGEST_REST)
+            return None
         if not self._has_credit:
             self._next_rest = _LONGEST_REST
             self._begin_rest(_LONGEST_REST)
-            return 0
+            return None
         self._next_rest = 1
+        if self._compared(best):
+            return None
+        each = [0] * len(offers)
+        for _, at in ranked[: best.drafts]:
+            each[at] += 1
+        return each
+
+    def _compared(self, best: _Best) -> bool:
+        """Whether it is time for steps without drafts, which those with drafts are compared with."""
         self._run += 1
-        known = self._comparisons[_size(self._num_rows)].sum() >= _AT_START
-        if self._run >= (_LONGEST_RUN if known else _FIRST_RUNS):
-            self._run = 0
-            return 0
-        return best
+        longest = _SHORTEST_RUN
+        if self.costs.compared(self._num_rows) >= AT_START:
+            longest = min(max(_SHORTEST_RUN, round((best.rate - 1) / _COMPARING)), _LONGEST_RUN)
+        if self._run < min(longest << self._missed, _LONGEST_RUN):
+            return False
+        self._run, self._missed, self._rest = 0, self._missed + 1, _WARM - 1
+        return True
 
     def _begin_rest(self, most: int) -> None:
         self._rest = min(self._next_rest, most)
         self._next_rest = min(2 * self._rest, most)
 
-    def _most_tokens(self, rows: Int32) -> list[float]:
-        """As `_tokens`, were there as many drafts of these rows as there can be."""
-        return self._tokens((self._acceptance[row] for row in rows.tolist()), [self.depths[-1]] * len(rows))
+    def _accepted(self, rows: Int32) -> list[float]:
+        return [self._acceptance[row] for row in rows.tolist()]
 
-    def _tokens(self, acceptance: Iterable[float], proposed: Sequence[int]) -> list[float]:
-        """[depths]: of a step, given the acceptance of its rows and their drafts."""
-        last = _STEPS_OF_ACCEPTANCE - 1
-        gains = [
-            self._gains[min(int(_STEPS_OF_ACCEPTANCE * at), last)][has] for at, has in zip(acceptance, proposed, strict=True)
-        ]
-        return [sum(column) for column in zip(*gains, strict=True)]
+    def _chances_of(self, acceptance: float) -> list[float]:
+        return self._chances[int(_STEPS_OF_ACCEPTANCE * acceptance)]
 
-    def _best(self, tokens: Sequence[float], num_rows: int, others: int = 0, margin: float = _MARGIN) -> int:
-        """The depth that makes the most tokens a second; 0: no depth makes clearly more than no drafts. What it costs goes by the
-        share of the rows that have drafts."""
-        costs: list[float] = self._costs[_size(num_rows + others)].tolist()
-        share = num_rows / (num_rows + others)
-        rates = [(made + others) / (1 + (cost - 1) * share) for made, cost in zip(tokens, costs, strict=True)]
-        best = rates.index(max(rates))
-        return self.depths[best] if rates[best] > margin * rates[0] else 0
+    def _ranked(self, acceptance: Sequence[float], offers: Sequence[int]) -> list[tuple[float, int]]:
+        """All drafts, the likeliest first: how likely each is accepted, and whose it is, by place in `offers`."""
+        chances = [self._chances_of(at)[:has] for at, has in zip(acceptance, offers, strict=True)]
+        ranked = [(chance, at) for at, of in enumerate(chances) for chance in of]
+        ranked.sort(key=_chance, reverse=True)
+        return ranked
 
-    def _table(self, max_num_seqs: int, timings: Sequence[Timing]) -> Float64:
-        """[sizes, depths]: seconds of a step, interpolated."""
-        sizes, measured = 2.0 ** np.arange(_size(max_num_seqs) + 1), sorted({it.drafts for it in timings})
-        columns: list[Float64] = []
-        for number in measured:
-            points = [it for it in timings if it.drafts == number]
-            columns.append(np.interp(sizes, [it.rows for it in points], [it.seconds for it in points]))
-        return np.array([np.interp(self.depths, measured, seconds) for seconds in zip(*columns, strict=True)])
+    def _best(self, ranked: Sequence[tuple[float, int]], num_rows: int, margin: float = _MARGIN) -> _Best:
+        """As many of these drafts as make the most tokens a second; none where they do not make clearly more than no drafts."""
+        best, made, taken = _Best(0, margin), float(num_rows), 0
+        while taken < len(ranked):
+            size = self.filled(num_rows + taken + 1)
+            for chance, _ in ranked[taken : size - num_rows]:
+                made += chance
+            taken = min(size - num_rows, len(ranked))
+            rated = self._rated(num_rows, size - num_rows, made)
+            if rated.rate > best.rate:
+                best = _Best(taken, rated.rate)
+        return best
+
+    def _rated(self, num_rows: int, drafts: int, made: float) -> _Best:
+        """What a step of so many drafts is worth that makes so many tokens."""
+        return _Best(drafts, made / (self.costs.of(num_rows, drafts / num_rows) * num_rows))
 
 
-def _gains(depths: Sequence[int]) -> list[list[list[float]]]:
-    """[acceptance, drafts that a proposer has, depths]: tokens of a row in a step."""
-    drafts = np.minimum(np.array(depths), np.arange(depths[-1] + 1)[:, None])
-    acceptance = np.arange(_STEPS_OF_ACCEPTANCE)[:, None, None] / _STEPS_OF_ACCEPTANCE
-    return ((1 - acceptance ** (drafts + 1)) / (1 - acceptance)).tolist()
+def filled(tokens: int, most: int) -> int:
+    """So many tokens, or a few more, up to `most`: steps of few sizes run from few tapes."""
+    if tokens <= _SIZES or tokens > most:
+        return tokens
+    apart = 1 << ((tokens - 1).bit_length() - _SIZES.bit_length() + 1)
+    return -(-tokens // apart) * apart
 
 
 def depths(num_drafts: int) -> list[int]:
     """The numbers of drafts that are chosen from, up to `num_drafts`."""
     return sorted({0, *(2**power for power in range(6) if 2**power < num_drafts), num_drafts})
-
-
-def _size(num_rows: int) -> int:
-    """Of the row of the table: numbers of rows up to the same power of two share one."""
-    return max(num_rows - 1, 0).bit_length()

@@ -18,7 +18,7 @@ from penstock.engine.messages import AbortRequests, AddRequest
 from penstock.engine.runner import own_drafts
 from penstock.engine.runner.device import device_runner
 from penstock.engine.sampling import SamplingParams
-from penstock.engine.spec.depth import Timing
+from penstock.engine.spec.costs import Timing
 from penstock.engine.spec.proposer import Proposer
 
 pytestmark = pytest.mark.slow

@@ -4,7 +4,6 @@
 #include <cstdint>
 #include <cstring>
 #include <deque>
-#include <unordered_map>
 #include <vector>
 
 namespace {
@@ -38,32 +37,30 @@ struct Draft {
 // The tokens that most of the places go on with, as long as they are likely enough. `next(place, i)` is the i-th token after one.
 template <typename Next>
 Draft vote(std::vector<int64_t>& places, int64_t most, double min_probability, const Next& next) {
+  struct Votes {
+    int32_t token;
+    int64_t count;
+  };
   Draft draft;
   double probability = 1;
-  std::unordered_map<int32_t, int64_t> counts;
+  std::vector<Votes> votes;  // few: at most one of each place, the latest first
   for (int64_t i = 0; i < most && !places.empty(); ++i) {
-    counts.clear();
-    int32_t best = kNone;
-    for (const int64_t place : places) {  // the latest first: it wins ties
-      const int32_t token = next(place, i);
-      if (token == kNone) continue;
-      const int64_t count = ++counts[token];
-      if (best == kNone || count > counts[best]) best = token;
-    }
-    if (best == kNone) break;
-    // Of equally frequent ones the one whose latest place is latest.
+    votes.clear();
     for (const int64_t place : places) {
       const int32_t token = next(place, i);
-      if (token != kNone && counts[token] == counts[best]) {
-        best = token;
-        break;
-      }
+      if (token == kNone) continue;
+      auto of = std::find_if(votes.begin(), votes.end(), [&](const Votes& other) { return other.token == token; });
+      if (of == votes.end()) of = votes.insert(of, {token, 0});
+      ++of->count;
     }
-    probability *= static_cast<double>(counts[best]) / static_cast<double>(places.size());
+    if (votes.empty()) break;
+    // Of equally frequent ones the one whose latest place is latest.
+    const auto best = *std::max_element(votes.begin(), votes.end(), [](const Votes& a, const Votes& b) { return a.count < b.count; });
+    probability *= static_cast<double>(best.count) / static_cast<double>(places.size());
     if (probability < min_probability) break;
-    draft.tokens.push_back(best);
+    draft.tokens.push_back(best.token);
     draft.score += probability;
-    places.erase(std::remove_if(places.begin(), places.end(), [&](int64_t place) { return next(place, i) != best; }), places.end());
+    places.erase(std::remove_if(places.begin(), places.end(), [&](int64_t place) { return next(place, i) != best.token; }), places.end());
   }
   return draft;
 }
@@ -72,42 +69,40 @@ Draft vote(std::vector<int64_t>& places, int64_t most, double min_probability, c
 class History {
  public:
   History(int64_t max_sequences, int64_t capacity, int64_t depth)
-      : max_sequences_(max_sequences), depth_(depth), tokens_(capacity, kNone), earlier_(capacity, -1), latest_(kBuckets, -1) {}
+      : max_sequences_(max_sequences), capacity_(capacity), depth_(depth), kept_(room(capacity)), latest_(kBuckets, -1) {}
 
   void add(const int32_t* tokens, int64_t size) {
-    const int64_t capacity = static_cast<int64_t>(tokens_.size());
-    if (size + 1 > capacity) {
-      tokens += size + 1 - capacity;
-      size = capacity - 1;
+    if (size + 1 > capacity_) {
+      tokens += size + 1 - capacity_;
+      size = capacity_ - 1;
     }
     begins_.push_back(end_);
     for (int64_t i = 0; i < size; ++i) {
       const int64_t place = end_++;
-      tokens_[place % capacity] = tokens[i];
-      earlier_[place % capacity] = -1;
+      at(place) = {tokens[i], 0};
       if (i + 1 < kIndexed) continue;
       int64_t& latest = latest_[bucket(tokens + i)];
-      earlier_[place % capacity] = latest;
+      if (latest >= 0 && place - latest < capacity_) at(place).back = static_cast<uint32_t>(place - latest);
       latest = place;
     }
-    tokens_[end_ % capacity] = kNone;
-    earlier_[end_++ % capacity] = -1;
+    at(end_++) = {};
     if (static_cast<int64_t>(begins_.size()) > max_sequences_) begins_.pop_front();
-    while (!begins_.empty() && begins_.front() < end_ - capacity) begins_.pop_front();
+    while (!begins_.empty() && begins_.front() < end_ - capacity_) begins_.pop_front();
   }
 
   Draft propose(const int32_t* tokens, int64_t size, int64_t most, double factor, double min_probability) const {
     if (size < kIndexed || begins_.empty()) return {};
     const int64_t first = begins_.front();
     std::vector<int64_t> places;
-    int64_t longest = kIndexed, sought = 0;
-    int64_t last = latest_[bucket(tokens + size - 1)];
-    for (int64_t place = last; place >= first && sought < kSought; place = earlier(place), ++sought) {
+    int64_t longest = kIndexed, place = latest_[bucket(tokens + size - 1)];
+    for (int64_t sought = 0; place >= first && sought < kSought; ++sought) {
       const int64_t same = common(tokens, size, place, first);
-      if (same < longest) continue;
       if (same > longest) places.clear();
-      longest = same;
-      if (static_cast<int64_t>(places.size()) < kFound) places.push_back(place);
+      longest = std::max(longest, same);
+      if (same == longest && static_cast<int64_t>(places.size()) < kFound) places.push_back(place);
+      const uint32_t back = at(place).back;
+      if (back == 0) break;
+      place -= back;
     }
     most = std::min(most, static_cast<int64_t>(factor * static_cast<double>(longest)));
     return vote(places, most, min_probability, [&](int64_t place, int64_t i) {
@@ -125,8 +120,19 @@ class History {
     for (int64_t i = 0; i < kIndexed; ++i) mixed = (mixed ^ static_cast<uint32_t>(last[-i])) * 0x9E3779B97F4A7C15ull;
     return static_cast<int64_t>(mixed >> 46);
   }
-  int32_t token(int64_t place) const { return tokens_[place % static_cast<int64_t>(tokens_.size())]; }
-  int64_t earlier(int64_t place) const { return earlier_[place % static_cast<int64_t>(earlier_.size())]; }
+  // A power of two, so that a place is found without a division.
+  static size_t room(int64_t capacity) {
+    size_t size = 1;
+    while (size < static_cast<size_t>(capacity)) size *= 2;
+    return size;
+  }
+  struct Kept {
+    int32_t token = kNone;
+    uint32_t back = 0;  // how far the last three tokens' earlier place is; 0: there is none
+  };
+  Kept& at(int64_t place) { return kept_[place & (kept_.size() - 1)]; }
+  const Kept& at(int64_t place) const { return kept_[place & (kept_.size() - 1)]; }
+  int32_t token(int64_t place) const { return at(place).token; }
 
   // No token of a request equals what stands between sequences, so that a run never crosses one.
   int64_t common(const int32_t* tokens, int64_t size, int64_t place, int64_t first) const {
@@ -135,9 +141,9 @@ class History {
     return same;
   }
 
-  int64_t max_sequences_, depth_, end_ = 0;
-  std::vector<int32_t> tokens_;
-  std::vector<int64_t> earlier_, latest_;
+  int64_t max_sequences_, capacity_, depth_, end_ = 0;
+  std::vector<Kept> kept_;
+  std::vector<int64_t> latest_;
   std::deque<int64_t> begins_;
 };
 

@@ -54,7 +54,7 @@ class PagedBatch:
 
     block_size: int
     query_start_loc: npt.NDArray[np.int32]
-    """[r + 1]: request i has the tokens query_start_loc[i] to query_start_loc[i + 1] of the batch."""
+    """[r + 1]: request i has the tokens query_start_loc[i] to query_start_loc[i + 1] of the batch, and may have none."""
     seq_lens: npt.NDArray[np.int32]
     """[r]: tokens with keys in the cache, this step's included."""
     block_table: npt.NDArray[np.int32]

@@ -70,4 +70,4 @@ class DeviceArrays(StepArrays):
             for number, (group, slots) in enumerate(zip(self._groups, rest, strict=False))
         ]
         ids = token_ids if isinstance(token_ids, torch.Tensor) else rest[-1]
-        return StepInputs(ids, positions, LazyGroups(groups.__getitem__), wanted, None, sampled_rows, placed)
+        return StepInputs(ids, positions, LazyGroups(groups.__getitem__), wanted, False, sampled_rows, placed)

@@ -289,7 +289,7 @@ class DeviceRunner(RunnerBase[DeviceRuntime, LaunchedStep, Pending]):
 
     @torch.inference_mode()
     def _time_decodes(self, rows: int, drafts: int) -> float:
-        """Seconds of a step of so many decodes in the null block, each with so many drafts, which are proposed."""
+        """Seconds of a step of so many decodes in the null block, with so many drafts of all together, which are proposed."""
         assert self._proposer is not None
         plan, table = self._null_decodes(rows, drafts), self._requests.rows
         for row in range(rows):
@@ -303,7 +303,7 @@ class DeviceRunner(RunnerBase[DeviceRuntime, LaunchedStep, Pending]):
                 if self._drafting is not None:
                     placed = self._drafting.arrays.place(table, plan.rows, np.zeros(rows, np.int32), plan.num_new_tokens)
                     self._proposer.follow(table, plan.rows, placed, np.ones(rows, np.bool_))
-                self._proposer.propose(table, plan.rows, table.num_tokens[plan.rows], drafts)
+                self._proposer.propose(table, plan.rows, table.num_tokens[plan.rows], -(-drafts // rows))
         seconds = self._clock() - began
         self._reset()
         return seconds
