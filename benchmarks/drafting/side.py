@@ -173,8 +173,11 @@ class Side:
 
 
 def answer(sides: Sequence[Side], prompts: Sequence[list[int]], streams: int, outputs: Sequence[int], temperature: float) -> None:
-    """Lets all sides answer the same prompts, each in so many tokens. Who has given the fewest tokens so far is next, so that the sides are about equally
-    far at any time. Raises RuntimeError where an answer differs."""
+    """Lets all sides answer the same prompts, each in so many tokens.
+
+    Who has given the fewest tokens so far is next, so that the sides are about equally far at any time. Raises RuntimeError where
+    an answer differs.
+    """
     for side in sides:
         side.begin(prompts, streams, outputs, temperature)
     while running := [side for side in sides if not side.over]:

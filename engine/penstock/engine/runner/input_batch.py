@@ -55,8 +55,8 @@ class StepInputs:
     logits_indices: torch.Tensor
     """[m], int64: the tokens whose hidden states go through the LM head."""
     is_tapeable: bool
-    """Whether it may run from a tape: it has few tokens, and either all of them have logits or all rows have as many. Prompts beside
-    others have so many shapes that few would come again."""
+    """Whether it may run from a tape: it has few tokens, and either all of them have logits or all rows have as many. Others have
+    so many shapes that few would come again."""
     sampled_rows: Int32
     """[m]: indexes into the plan's rows, a row with drafts as often as it has logits."""
     placed: "Placed"

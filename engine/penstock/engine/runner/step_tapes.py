@@ -1,7 +1,7 @@
 """Steps that run from a tape: on a CPU, a small model's step is mostly the interpreter's.
 
-A tape belongs to a shape: how many tokens there are, and how many rows of logits are wanted. Whose they are is an input. It is
-recorded by such a step, which it is as well. Inputs stay where they are (`StepArrays`): each later step has written its own there.
+A tape belongs to a shape: how many tokens there are, and how many rows of logits are wanted. Whose they are is an input. A step
+of the shape records it. Inputs stay where they are (`StepArrays`): each later step has written its own there.
 """
 
 import logging

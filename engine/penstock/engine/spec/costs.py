@@ -18,8 +18,8 @@ sampled as its client wants."""
 AT_START: Final = 2
 """Comparisons that the measurement at the start is worth."""
 _CLIP: Final = 2.0
-"""A step counts as at most so many times what was expected of it, or as little. The first steps of a shape have no tape, and others
-use the machine; what stays so dear is believed in the end."""
+"""A step counts as at most so many times what was expected of it, or as little. The first step of a shape records its tape, and
+others use the machine; what stays so dear is believed in the end."""
 
 _Floats = npt.NDArray[np.float64]
 

@@ -32,11 +32,12 @@ _LONGEST_RUN: Final = 256
 _SHORTEST_RUN: Final = 8
 """The same, while less was compared than the measurement at the start is worth, or where drafts gain little."""
 _COMPARING: Final = 0.01
-"""Of a step, a quarter of what such comparisons may cost in each: the less drafts gain, the sooner it is seen that they gain nothing."""
+"""Of a step, a quarter of what such comparisons may cost in each: the less drafts gain, the sooner it is seen that they gain
+nothing."""
 _MARGIN: Final = 1.08
 """Times the tokens a second without drafts that are wanted of drafts."""
 _UNLEARNED: Final = 1.15
-"""The same where what drafts cost is only known from the start."""
+"""The same of a proposer that reads every step."""
 _LONGEST_REST: Final = 32
 _FEWER: Final = 8
 """Steps with few rows in a row: between two waves of requests there are fewer."""
@@ -235,9 +236,12 @@ class DraftDepth:
         self._begin_rest(self._wait)
 
     def choose(self, rows: Int32, proposed: Int32, others: int = 0) -> list[int] | None:
-        """How many drafts of each row make the most tokens a second, given how many there are, [m], of a proposer that looks them up.
+        """How many drafts of each row make the most tokens a second; None: none pay.
 
-        There are so many rows beside these. None: no drafts pay.
+        Args:
+            rows: [m].
+            proposed: [m]: how many drafts a proposer that looks them up has.
+            others: Rows beside these.
         """
         self._forget(rows, others)
         offers = proposed.tolist()
