@@ -120,12 +120,17 @@ class PrefixMemo:
     def _text(self, prompt: TextPrompt, extra: ExtraKeys, most: int | None) -> HashedPrompt:
         text, special, param = prompt
         self.processor.check_length(text, param)
-        before: list[int] = []
-        after: list[int] = []
-        pieces = [text]
-        if not special or self._wrap is not None:
-            pieces = self._cutter.pieces(text)
-            before, after = self._wrap if special and self._wrap is not None else ([], [])
+        alone = special and self._wrap is None
+        before, after = self._wrap if special and self._wrap is not None else ([], [])
+
+        def encode(texts: list[str]) -> list[list[int]]:
+            if most is not None and sum(map(len, texts)) > most:
+                raise Unremembered
+            return self.processor.encode_pieces(texts, alone, param)
+
+        if self._keeps_none(text, alone=alone):
+            return _joined(self._encoded([], Rest([text], encode, alone, before, after), extra))
+        pieces = [text] if alone else self._cutter.pieces(text)
         # Half of a surrogate pair, which is no text, is refused when it comes to be tokenised.
         encoded = [piece.encode(errors="surrogatepass") for piece in pieces]
         keys = _keys(b"text" + bytes([special]), extra, encoded)
@@ -133,16 +138,13 @@ class PrefixMemo:
             keys[-1] = hashlib.sha256(b"end" + keys[-1]).digest()
         nodes = self._known(keys)
         if len(nodes) < len(pieces):
-            alone = special and self._wrap is None
-
-            def encode(texts: list[str]) -> list[list[int]]:
-                if most is not None and sum(map(len, texts)) > most:
-                    raise Unremembered
-                return self.processor.encode_pieces(texts, alone, param)
-
             added = self._encoded(nodes, Rest(pieces[len(nodes) :], encode, alone, [] if nodes else before, after), extra)
             nodes += self._add(keys[len(nodes) :], added)
         return _joined(nodes)
+
+    def _keeps_none(self, text: str, *, alone: bool) -> bool:
+        """Whether a text is hashed anew each time; `alone` as in `Rest`."""
+        return False
 
     def _encoded(self, known: list[Node], rest: Rest, extra: ExtraKeys) -> list[Node]:
         """The nodes of the rest of a text, which follow `known`; raises what `rest.encode` does."""

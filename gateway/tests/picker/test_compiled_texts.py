@@ -130,6 +130,19 @@ def test_texts_that_are_made_of_remembered_words_have_their_tokens_and_hashes(ki
     check()
 
 
+def test_a_text_of_one_piece_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuts, "MIN_PIECE", 30)
+    for kind, kept in (("llama3", False), ("a token with a space", True)):
+        processor = processors_by_kind()[kind]
+        memo, plain = CompiledMemo(processor, compiled()), PrefixMemo(processor)
+        for prompt in ("the river, the mill, the river", "the river"):
+            body = {"prompt": prompt}
+            assert memo.hashed(COMPLETIONS_PATH, body, ExtraKeys()) == plain.hashed(COMPLETIONS_PATH, body, ExtraKeys())
+        assert bool(memo.bytes) == kept
+        memo.hashed(COMPLETIONS_PATH, {"prompt": "the river, " * 4}, ExtraKeys())
+        assert memo.bytes
+
+
 def test_words_are_asked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
     processor, asked = processors_by_kind()["llama3"], list[list[str]]()
     encode = processor.encode_pieces

@@ -4,6 +4,7 @@ from array import array
 from collections.abc import Sequence
 
 from penstock.gateway.picker.compiled import Compiled
+from penstock.prompt import cuts
 from penstock.prompt.bundle import PromptBundle
 from penstock.prompt.hashing import DIGEST_BYTES, BlockHasher, ExtraKeys, every_key, first_keys
 from penstock.prompt.memo import MAX_BYTES, Node, PrefixMemo, Rest
@@ -36,6 +37,10 @@ class CompiledMemo(PrefixMemo):
         super().__init__(processor, max_bytes, hasher)
         self._root = hasher.root
         self._texts = compiled.TextHasher(hasher.block_size)
+
+    def _keeps_none(self, text: str, *, alone: bool) -> bool:
+        """Where words are remembered, to hash a text of one piece costs less than to keep it. Only its like would find it."""
+        return not alone and self._cutter.by_words and len(text) <= cuts.MIN_PIECE
 
     def _encoded(self, known: list[Node], rest: Rest, extra: ExtraKeys) -> list[Node]:
         """The nodes of the rest of a text, in one call of the package; see `PrefixMemo`."""
