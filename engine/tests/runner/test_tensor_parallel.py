@@ -341,6 +341,20 @@ def test_experts_that_cannot_be_divided_are_refused(name, change, problem, check
         check_sizes(f"{CONFIGS[name][0]}ForCausalLM", parse_decoder_config(raw), 2)
 
 
+@pytest.mark.parametrize(
+    ("name", "keepers"),
+    [("llama", [0, 1]), ("llama", [0, 0, 2, 2]), ("deepseek-v2", [0, 0])],
+    ids=["heads of their own", "a head for two", "a latent"],
+)
+def test_the_first_of_the_ranks_that_have_the_same_pages_keeps_them(name, keepers, checkpoint):
+    model = read_model_config(checkpoint(name), served_names=(), dtype="float32", max_model_len=320)
+    config = EngineConfig(model=model, cache=CacheConfig(block_size=16), scheduler=SchedulerConfig())
+    memory = SharedMemory.create(len(keepers))
+    groups = [Group(rank, len(keepers), memory, "", 60.0) for rank in range(len(keepers))]
+    assert [ModelRunner(config, group).page_keeper() for group in groups] == keepers
+    memory.close()
+
+
 def test_the_size_of_an_mlp_that_no_layer_has_is_not_looked_at(checkpoint):
     raw = read_object(checkpoint("qwen3-moe") / "config.json") | {"intermediate_size": 113, "decoder_sparse_step": 1}
     check_sizes("Qwen3MoeForCausalLM", parse_decoder_config(raw), 2)
