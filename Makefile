@@ -151,6 +151,10 @@ mutants: setup ## small faults in the pure cores: how many do the tests notice? 
 bench-scheduler: setup ## the scheduler's own time a step, at 1 to 1,024 running decodes
 	@$(BIN)/python benchmarks/bench_scheduler.py
 
+.PHONY: bench-device-host
+bench-device-host: setup ## what the host does for a decode step on a GPU, at 1 to 256 running decodes, without one
+	@$(BIN)/python benchmarks/bench_device_host.py $(ARGS)
+
 .PHONY: bench-parallel
 bench-parallel: setup ## two ranks on two cores beside one process, and what a process of its own costs
 	@$(BIN)/python benchmarks/bench_parallel.py $(ARGS)

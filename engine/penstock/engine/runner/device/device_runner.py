@@ -415,8 +415,8 @@ class DeviceRunner(RunnerBase[DeviceRuntime, LaunchedStep, Pending]):
     def _padded(self, plan: StepPlan, found: Dispatch) -> tuple[Int32, Int32, Bool]:
         """The plan's rows, where each one's tokens begin, and which sample; with the requests of nobody that a full graph has."""
         rows, counts, samples = plan.rows, plan.num_new_tokens, plan.samples
-        if found.mode is GraphMode.FULL:
-            missing = (found.descriptor.num_reqs or len(rows)) - len(rows)
+        missing = (found.descriptor.num_reqs or len(rows)) - len(rows) if found.mode is GraphMode.FULL else 0
+        if missing:
             rows = np.append(rows, np.full(missing, self.state.spare_row, np.int32))
             counts = np.append(counts, np.full(missing, found.descriptor.uniform_query_len or 0, np.int32))
             samples = np.append(samples, np.zeros(missing, np.bool_))
