@@ -15,7 +15,7 @@ _PLAIN: Final = 3
 _COMPARED: Final = 0.1
 """Weight of a step in what drafts cost, at least. The first of them count for more: at the start texts were short and no row was
 sampled as its client wants."""
-AT_START: Final = 2
+_AT_START: Final = 2
 """Comparisons that the measurement at the start is worth."""
 _CLIP: Final = 2.0
 """A step counts as at most so many times what was expected of it, or as little. The first step of a shape records its tape, and
@@ -69,10 +69,6 @@ class StepCosts:
         """Seconds as multiples of a step without drafts."""
         return seconds / (self._level[size_of(num_rows)] * self._plain_s[num_rows])
 
-    def compared(self, num_rows: int) -> int:
-        """How many steps with drafts have been compared with such without."""
-        return sum(self._comparisons[size_of(num_rows)])
-
     def knows(self, num_rows: int) -> bool:
         """Whether a step without drafts has been observed."""
         return bool(self._levels[size_of(num_rows)])
@@ -93,7 +89,7 @@ class StepCosts:
         for knot, share in ((at, weight), (at - 1, 1 - weight)):
             if knot and share > 0:
                 counts[knot] += 1
-                costs[knot] += share * max(_COMPARED, 1 / (AT_START + counts[knot])) * surprise
+                costs[knot] += share * max(_COMPARED, 1 / (_AT_START + counts[knot])) * surprise
 
     def forget(self, num_rows: int, share: float) -> None:
         """Goes back to what was measured at the start by some of the way."""

@@ -5,7 +5,7 @@ from operator import attrgetter, itemgetter
 from typing import Final, NamedTuple
 
 from penstock.engine.core.plan import Int32
-from penstock.engine.spec.costs import AT_START, StepCosts, Timing, size_of
+from penstock.engine.spec.costs import StepCosts, Timing, size_of
 
 HOPE, HIGH_HOPE = 0.7, 0.9
 """Acceptance that is believed in before anything is known: of what stands in text, and of guesses of a model. These cost more:
@@ -29,8 +29,8 @@ _WARM: Final = 4
 the drafts' doing and would make these seem cheaper than they are."""
 _LONGEST_RUN: Final = 256
 """Steps with drafts, after which so many without are made."""
-_SHORTEST_RUN: Final = 8
-"""The same, while less was compared than the measurement at the start is worth, or where drafts gain little."""
+_SHORTEST_RUN: Final = 16
+"""The same where drafts gain little."""
 _COMPARING: Final = 0.01
 """Of a step, a quarter of what such comparisons may cost in each: the less drafts gain, the sooner it is seen that they gain
 nothing."""
@@ -209,7 +209,7 @@ class DraftDepth:
             made = count + sum(sum(of[:depth]) for of in chances)
             best = max(best, self._rated(count, depth * len(rows), made), key=_rate)
         if not best.drafts or not self._has_credit:
-            if best.drafts:
+            if not self._has_credit:
                 self._next_rest = _LONGEST_IDLE
             self._begin_rest(_LONGEST_IDLE)
             self._idle = self._rest > _IDLE_AFTER
@@ -269,10 +269,8 @@ class DraftDepth:
     def _compared(self, best: _Best) -> bool:
         """Whether it is time for steps without drafts, which those with drafts are compared with."""
         self._run += 1
-        longest = _SHORTEST_RUN
-        if self.costs.compared(self._num_rows) >= AT_START:
-            longest = min(max(_SHORTEST_RUN, round((best.rate - 1) / _COMPARING)), _LONGEST_RUN)
-        if self._run < min(longest << self._missed, _LONGEST_RUN):
+        longest = max(_SHORTEST_RUN, round((best.rate - 1) / _COMPARING)) << self._missed
+        if self._run < min(longest, _LONGEST_RUN):
             return False
         self._run, self._missed, self._rest = 0, self._missed + 1, _WARM - 1
         return True
