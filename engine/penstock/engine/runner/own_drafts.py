@@ -81,7 +81,7 @@ class OwnDrafts:
         self.drafts: Int32 = np.full((max_num_seqs, config.num_speculative_tokens), _PAD, np.int32)
         """[rows, K]: of each row's next step, -1 pads."""
         self._num_proposed: Int32 = np.zeros(max_num_seqs, np.int32)
-        """[rows]: how many of them are the proposer's; those after them only keep a step's rows alike."""
+        """[rows]: how many the proposer had. What stands behind those that are kept only fills a step up."""
         self._has_any = False
         """Whether `drafts` has a draft."""
         self._own: Bool = np.zeros(self.drafts.shape, np.bool_)

@@ -1,7 +1,7 @@
 """How many drafts pay: verifying makes a step longer, and gains a token only where a draft and all before it are accepted."""
 
 from collections.abc import Sequence
-from operator import attrgetter, itemgetter
+from operator import itemgetter
 from typing import Final, NamedTuple
 
 from penstock.engine.core.plan import Int32
@@ -68,7 +68,7 @@ class _Best(NamedTuple):
     rate: float
 
 
-_rate, _chance = attrgetter("rate"), itemgetter(0)
+_chance = itemgetter(0)
 
 
 class DraftDepth:
@@ -190,11 +190,11 @@ class DraftDepth:
 
     @property
     def _has_credit(self) -> bool:
-        return float(self._credit[size_of(self._num_rows)]) > 0
+        return self._credit[size_of(self._num_rows)] > 0
 
     def _earn(self, num_rows: int, steps: float) -> None:
         size = size_of(num_rows)
-        self._credit[size] = min(max(float(self._credit[size]) + steps, -_MOST_DEBT), _MOST_CREDIT)
+        self._credit[size] = min(max(self._credit[size] + steps, -_MOST_DEBT), _MOST_CREDIT)
 
     def filled(self, tokens: int) -> int:
         """So many tokens of a step, or a few more; see the function `filled`."""
@@ -206,8 +206,9 @@ class DraftDepth:
         self._forget(rows, others)
         best, chances, count = _Best(0, _UNLEARNED), [self._chances_of(at) for at in self._accepted(rows)], len(rows) + others
         for depth in self.depths[1:]:
-            made = count + sum(sum(of[:depth]) for of in chances)
-            best = max(best, self._rated(count, depth * len(rows), made), key=_rate)
+            rate = self._rate(count, depth * len(rows), count + sum(sum(of[:depth]) for of in chances))
+            if rate > best.rate:
+                best = _Best(depth * len(rows), rate)
         if not best.drafts or not self._has_credit:
             if not self._has_credit:
                 self._next_rest = _LONGEST_IDLE
@@ -292,22 +293,22 @@ class DraftDepth:
         ranked.sort(key=_chance, reverse=True)
         return ranked
 
-    def _best(self, ranked: Sequence[tuple[float, int]], num_rows: int, margin: float = _MARGIN) -> _Best:
+    def _best(self, ranked: Sequence[tuple[float, int]], num_rows: int) -> _Best:
         """As many of these drafts as make the most tokens a second; none where they do not make clearly more than no drafts."""
-        best, made, taken = _Best(0, margin), float(num_rows), 0
+        best, made, taken = _Best(0, _MARGIN), float(num_rows), 0
         while taken < len(ranked):
             size = self.filled(num_rows + taken + 1)
             for chance, _ in ranked[taken : size - num_rows]:
                 made += chance
             taken = min(size - num_rows, len(ranked))
-            rated = self._rated(num_rows, size - num_rows, made)
-            if rated.rate > best.rate:
-                best = _Best(taken, rated.rate)
+            rate = self._rate(num_rows, size - num_rows, made)
+            if rate > best.rate:
+                best = _Best(taken, rate)
         return best
 
-    def _rated(self, num_rows: int, drafts: int, made: float) -> _Best:
-        """What a step of so many drafts is worth that makes so many tokens."""
-        return _Best(drafts, made / (self.costs.of(num_rows, drafts / num_rows) * num_rows))
+    def _rate(self, num_rows: int, drafts: int, made: float) -> float:
+        """Tokens a second of a step with so many drafts that makes so many tokens, as a multiple of those without drafts."""
+        return made / (self.costs.of(num_rows, drafts / num_rows) * num_rows)
 
 
 def filled(tokens: int, most: int) -> int:
