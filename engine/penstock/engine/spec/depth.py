@@ -184,9 +184,7 @@ class DraftDepth:
 
     def in_vain(self, num_rows: int, seconds: float) -> None:
         """Takes in what it took to look up what does not pay."""
-        steps = self.costs.in_steps(num_rows, seconds)
-        self._earn(num_rows, -steps)
-        self._wait = min(max(_LONGEST_WAIT, round(steps / _VAIN)), _LONGEST_REST)
+        self._wait = min(max(_LONGEST_WAIT, round(self.costs.in_steps(num_rows, seconds) / _VAIN)), _LONGEST_REST)
 
     @property
     def _has_credit(self) -> bool:
