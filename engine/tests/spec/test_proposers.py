@@ -290,12 +290,11 @@ def test_looking_up_in_vain_spends_no_credit():
     """Who has none must get it back from steps without drafts, though it looks for some all the time."""
     depth = DraftDepth(4, 8, CHEAP)
     depth._credit = [-1.0] * len(depth._credit)
-    for step in range(250):
-        if not depth.rests(2):
-            if chosen(depth, 8, 8):
-                break
-            depth.in_vain(2, 0.05)
-    assert 200 <= step < 249
+    steps = 0
+    while steps < 250 and (depth.rests(2) or not chosen(depth, 8, 8)):
+        depth.in_vain(2, 0.05)
+        steps += 1
+    assert 200 <= steps < 250
 
 
 def test_a_proposer_that_finds_nothing_is_soon_asked_again():
