@@ -14,7 +14,7 @@ from penstock.engine.core.plan import Int32
 from penstock.engine.messages import AddRequest
 from penstock.engine.runner.input_batch import MAX_TAPED_TOKENS
 from penstock.engine.sampling import SamplingParams
-from penstock.engine.spec.depth import DraftDepth, filled
+from penstock.engine.spec.depth import DraftDepth
 
 SLICE = 4
 """Steps of a turn: few, so that what others do to the machine meanwhile falls on all sides alike."""
@@ -24,7 +24,7 @@ class FixedDepth(DraftDepth):
     """So many drafts of each row in every step, whatever becomes of them: what an adaptive number is compared with."""
 
     def __init__(self, drafts: int) -> None:
-        self._drafts = drafts
+        self._drafts, self._max_filled_tokens = drafts, MAX_TAPED_TOKENS
 
     def learns_from(self, num_rows: int, drafts: int) -> bool:
         """Nothing is learned."""
@@ -53,10 +53,6 @@ class FixedDepth(DraftDepth):
 
     def in_vain(self, num_rows: int, seconds: float) -> None:
         """Nothing is learned."""
-
-    def filled(self, tokens: int) -> int:
-        """As for any number."""
-        return filled(tokens, MAX_TAPED_TOKENS)
 
     def found_nothing(self, rows: Int32) -> None:
         """The proposer is asked again after the next step."""

@@ -494,13 +494,13 @@ class RunnerBase(Turns[Runtime, Step, Sampled]):
 
     def initialize_offload(self, num_pages: int) -> None:
         """Allocates the host's memory for so many pages."""
-        transfer, group, keeper = self.config.transfer, self._group, self.page_keeper()
+        transfer, group = self.config.transfer, self._group
         lends = transfer is not None and transfer.lends
         if group is None or self._same_pages == 1:
             self._host_pages = HostPages(self._pages, num_pages, shared=lends)
         else:
-            memory = group.page_memory[keeper % group.ranks]
-            self._host_pages = HostPages(self._pages, num_pages, memory=memory, stores=keeper == group.number)
+            memory = group.page_memory[self.page_keeper() % group.ranks]
+            self._host_pages = HostPages(self._pages, num_pages, memory=memory, stores=self._keeps_pages)
 
     def _ranks_here(self) -> tuple[int, int]:
         """How many ranks there are on this node, and how many of them keep pages."""

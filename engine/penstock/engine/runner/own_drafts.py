@@ -226,8 +226,9 @@ class OwnDrafts:
             self._depth.found_nothing(of)
             return None
         self._num_proposed[of] = counts = (found >= 0).sum(axis=1, dtype=np.int32)
-        each = self._depth.choose(of, np.minimum(counts, self._room(of, rows)), len(plan.rows) - len(of))
-        return None if each is None else self._kept(plan, of, found, np.array(each, np.int32), rows)
+        room = self._room(of, rows)
+        each = self._depth.choose(of, np.minimum(counts, room), len(plan.rows) - len(of))
+        return None if each is None else self._kept(plan, of, found, np.array(each, np.int32), room, rows)
 
     def _guessed(self, plan: StepPlan, rows: RowTable, step: Placed | None, asked: Bool, *, rests: bool) -> Int32 | None:
         """As `propose`, of a proposer that takes its time: it is asked only for what would pay."""
@@ -248,8 +249,9 @@ class OwnDrafts:
         found = self._proposed(rows, of, most)
         if found is None:
             return None
-        self._num_proposed[of] = each = (found >= 0).sum(axis=1, dtype=np.int32)
-        return self._kept(plan, of, found, each, rows)
+        self._num_proposed[of] = counts = (found >= 0).sum(axis=1, dtype=np.int32)
+        room = self._room(of, rows)
+        return self._kept(plan, of, found, np.minimum(counts, room), room, rows)
 
     def _proposed(self, rows: RowTable, of: Int32, most: int) -> Int32 | None:
         """[m, K]: what the proposer says of the rows `of`, [m], up to the first that is no token, and no more than `most`; None:
@@ -279,10 +281,8 @@ class OwnDrafts:
         """[m]: drafts that the rows `of` have use for: a step gives a token beside them."""
         return np.clip(self._limits[of] - self._tokens(rows)[of] - 1, 0, self.drafts.shape[1])
 
-    def _kept(self, plan: StepPlan, of: Int32, found: Int32, each: Int32, rows: RowTable) -> Int32 | None:
-        """Keeps so many drafts, `each`, of the rows `of`, [m] both."""
-        room = self._room(of, rows)
-        each = np.minimum(each, room)
+    def _kept(self, plan: StepPlan, of: Int32, found: Int32, each: Int32, room: Int32, rows: RowTable) -> Int32 | None:
+        """Keeps so many drafts, `each`, of the rows `of`, which have use for `room`, [m] all three."""
         if not each.any():
             return None
         places = np.arange(found.shape[1])
