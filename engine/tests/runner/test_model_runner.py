@@ -439,6 +439,16 @@ def test_warm_up_leaves_nothing_behind(checkpoint, build_runner, driver):
     assert warm.generate(warm.admit(prompt(1, 30)), 4) == cold.generate(cold.admit(prompt(1, 30)), 4)
 
 
+def test_warm_up_writes_no_block_that_a_row_had(checkpoint, build_runner, driver):
+    runner = build_runner(checkpoint("llama"))
+    play = driver(runner)
+    play.step([(play.admit(prompt(1, 20)), 20)])
+    for cache in runner.kv_caches:
+        cache.zero_()
+    runner.warm_up()
+    assert all(cache[0].any() and not cache[1:].any() for cache in runner.kv_caches)
+
+
 def test_warm_up_names_weights_that_are_not_finite(checkpoint, build_runner):
     runner = build_runner(checkpoint("llama"))
     runner.model.norm.weight[3] = float("nan")

@@ -678,6 +678,7 @@ class RunnerBase(Turns[Runtime, Step, Sampled]):
     def warm_up(self) -> None:
         """Makes a prompt's step and a decode step for real, in the null block; RuntimeError where what comes of them is not
         finite."""
+        self._reset()  # a row keeps the blocks of whoever was in it
         config = self.config
         length = min(config.cache.block_size, config.model.max_model_len - 1, config.scheduler.max_num_batched_tokens)
         params = SamplingParams(max_tokens=2, temperature=1.0, top_p=0.9, logprobs=1)
