@@ -139,7 +139,8 @@ class Side:
         if told is None or it is None:
             return None
         blocks = [len(group) for group in told.blocks]
-        return RemotePrefix(told.lease, it.engine_id, it.host, it.port, told.fingerprint, told.num_tokens, blocks, optional=True)
+        where = told.engine_id, told.hosts, told.port
+        return RemotePrefix(told.lease, *where, told.fingerprint, told.num_tokens, blocks, optional=True)
 
     @property
     def num_pulls(self) -> int:

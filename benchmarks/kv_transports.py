@@ -63,7 +63,7 @@ def _pulled(name: TransportName, there: Any, here: Any, pulls: int) -> int:
             times: list[float] = []
             for number in range(pulls + 1):  # the first one opens the connection
                 begin = time.perf_counter()
-                reader.pull(Errand("pull", "lease", number, pages, Peer("bench", "127.0.0.1", port)))
+                reader.pull(Errand("pull", "lease", number, pages, Peer("bench", ("127.0.0.1",), port)))
                 while not (told := reader.take()):
                     time.sleep(1e-4)
                 times.append(time.perf_counter() - begin)

@@ -217,6 +217,7 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
             if images is not None and drafter.images is not None:
                 both = msgspec.structs.replace(images, cost=drafter.tower_cost(model))
                 model = msgspec.structs.replace(model, images=both)
+        parallel = self._parallel()
         return EngineConfig(
             model=msgspec.structs.replace(
                 model,
@@ -260,10 +261,10 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
                 whole_images=images is not None and images.two_way,
                 image_lookahead=int(images is not None and speculative is not None and speculative.has_head),
             ),
-            transfer=self._transfer(model),
+            transfer=self._transfer(model, parallel),
             lora=self._lora(names),
             speculative=speculative,
-            parallel=self._parallel(),
+            parallel=parallel,
             device=device,
             attention_backend=self.attention_backend,
             cpu_isa=self._cpu_isa(device),
@@ -362,7 +363,7 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
         if self.kv_offload_bucket is not None:
             bucket_and_path(self.kv_offload_bucket)
 
-    def _transfer(self, model: ModelConfig) -> TransferConfig | None:
+    def _transfer(self, model: ModelConfig, parallel: ParallelConfig) -> TransferConfig | None:
         """How pages go to other replicas; None: they do not."""
         if self.kv_transfer_config is None:
             if self.kv_transfer_secret_file is not None:
@@ -372,8 +373,8 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError("--kv-transfer-config: an engine that embeds lends no pages")
         if not self.kv_offload_memory_bytes:
             raise ConfigError("--kv-transfer-config: pages travel through host memory; it needs --kv-offload-memory-bytes")
-        ranks = self.tensor_parallel_size * self.pipeline_parallel_size * self.data_parallel_size
-        return transfer_config(self.kv_transfer_config, self.kv_transfer_secret_file, ranks)
+        ranks = parallel.world * parallel.data_parallel_size
+        return transfer_config(self.kv_transfer_config, self.kv_transfer_secret_file, ranks, parallel.nnodes)
 
     def _check_cache_dtype(self, model: ModelConfig, device: Literal["cpu", "cuda"]) -> None:
         """Refuses a KV cache that no kernel reads."""
@@ -504,10 +505,6 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
         if config.nnodes > 1 and (config.data_parallel_size > 1 or config.expert_parallel):
             flag = "--enable-expert-parallel" if config.expert_parallel else f"--data-parallel-size {self.data_parallel_size}"
             raise ConfigError(f"{flag} does not go with several nodes (--nnodes {config.nnodes}) so far")
-        if config.nnodes > 1 and self.kv_transfer_config is not None:
-            raise ConfigError(
-                f"--kv-transfer-config: an engine on several nodes (--nnodes {config.nnodes}) lends no pages so far"
-            )
         return config
 
     def _lora(self, served_names: list[str]) -> LoraConfig | None:

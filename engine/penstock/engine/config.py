@@ -177,9 +177,9 @@ class TransferConfig(msgspec.Struct, frozen=True, kw_only=True):
     secret: Path
     """File with what all replicas of the model know, and nobody else."""
     host: str = "127.0.0.1"
-    """Address on which this replica lends pages, and by which others reach it."""
+    """Address on which the ranks of this node lend pages, and by which others reach them."""
     port: int = 14579
-    """Port of rank 0; rank r has the r-th port after it."""
+    """Port of the first part of pages; part p has the p-th port after it."""
     lease_s: float = 30.0
     """Seconds that lent pages wait for their reader."""
     prefill_timeout_s: float = 30.0

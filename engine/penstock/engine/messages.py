@@ -93,7 +93,8 @@ class RemotePrefix(msgspec.Struct, frozen=True, array_like=True):
 
     lease: str
     engine_id: str
-    host: str
+    hosts: list[str]
+    """By part of pages."""
     port: int
     fingerprint: str
     """What decides about the bytes of the pages there."""
@@ -261,6 +262,8 @@ class Lent(msgspec.Struct, frozen=True, array_like=True):
     fingerprint: str
     engine_id: str
     """Of the core that lends: data-parallel ranks have addresses of their own."""
+    hosts: list[str]
+    """By part of pages: ranks may be on several nodes."""
     port: int
     """Of its first part of pages."""
 

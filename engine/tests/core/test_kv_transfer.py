@@ -51,7 +51,7 @@ class Pair:
         self.lender = Lender(("127.0.0.1", self.port), SECRET, "lender-1", "same", self.lent, self.outlets)
         self.inlets = inlets(replace(config, transports=transports), self.read, secret, 0)
         self.reader = Reader(secret, fingerprint, self.read, self.inlets, 0)
-        self.peer = Peer(engine_id, "127.0.0.1", self.port)
+        self.peer = Peer(engine_id, ("127.0.0.1",), self.port)
         self.number = 0
 
     def pull(self, lease, names, slots):
@@ -93,7 +93,7 @@ def test_pages_come_byte_for_byte_wherever_they_lie_on_both_sides(pair, transpor
     assert told.error is None and told.got == list(range(len(there)))
     assert np.array_equal(it.read[here], it.lent[there])
     assert not it.read[np.setdiff1d(np.arange(600), here)].any(), "nothing else is written"
-    assert it.lender.take() == (["a"], [])
+    assert it.lender.take() == ([("a", 1)], [])
 
 
 def test_what_is_not_in_the_lease_does_not_come_and_an_ended_lease_gives_nothing_at_once(pair):
@@ -260,7 +260,7 @@ def test_a_lender_that_accepts_and_says_nothing_is_given_up(monkeypatch):
     monkeypatch.setattr(reader_module, "PULL_S", 0.5)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         it = Reader(SECRET, "same", np.zeros((1, PAGE), np.uint8), {}, 0)
-        peer = Peer("x", "127.0.0.1", silent.getsockname()[1])
+        peer = Peer("x", ("127.0.0.1",), silent.getsockname()[1])
         it.pull(Errand("pull", "a", 1, [Page(0, name(1), 0)], peer))
         deadline = time.monotonic() + 5
         while not (told := it.take()):
@@ -287,7 +287,7 @@ def ready(tier, number):
 @pytest.mark.req("PD-12", "PD-15")
 def test_a_lease_is_granted_when_its_pages_are_written_and_keeps_them_until_it_ends():
     tier = TierIndex(2)
-    leases = Leases(tier, 30.0, ranks=2)
+    leases = Leases(tier, 30.0)
     key, late = ready(tier, 1), Key(0, name(2))
     slot = tier.reserve(late)
     lease, slots = leases.hold([key, late])
@@ -298,9 +298,9 @@ def test_a_lease_is_granted_when_its_pages_are_written_and_keeps_them_until_it_e
     assert tier.reserve(Key(0, name(3))) is None, "leased pages are not evicted"
     leases.renewed(lease, 25.0)
     assert leases.take(40.0) == []
-    leases.released(lease)
+    leases.released(lease, readers=2)
     assert leases.take(41.0) == [], "the other rank still reads"
-    leases.released(lease)
+    leases.released(lease, readers=2)
     assert [it.action for it in leases.take(42.0)] == ["revoke"] and leases.num_leases == 0
     assert tier.reserve(Key(0, name(3))) is None, "the ranks have not heard it yet"
     leases.take(43.0)
@@ -310,7 +310,7 @@ def test_a_lease_is_granted_when_its_pages_are_written_and_keeps_them_until_it_e
 @pytest.mark.req("PD-11")
 def test_a_lease_ends_by_its_time_and_with_a_page_that_is_forgotten():
     tier = TierIndex(4)
-    leases = Leases(tier, 30.0, ranks=1)
+    leases = Leases(tier, 30.0)
     first, second = ready(tier, 1), ready(tier, 2)
     leases.hold([first])
     leases.hold([second])
@@ -326,13 +326,13 @@ def test_a_lease_ends_by_its_time_and_with_a_page_that_is_forgotten():
 def test_pages_that_come_are_found_and_others_leave_their_slots_free():
     tier = TierIndex(3)
     pulls = Pulls(tier, 10, ranks=2)
-    pulls.arrived(7, RemotePrefix("lease", "engine", "host", 1, "same", 32, [2]))
+    pulls.arrived(7, RemotePrefix("lease", "engine", ["host"], 1, "same", 32, [2]))
     [renew] = pulls.take(100.0)
     assert renew.action == "renew" and pulls.take(101.0) == []
     keys = [Key(0, name(number)) for number in (1, 2)]
     assert pulls.begin(7, keys, 101.0)
     [errand] = pulls.take(101.0)
-    assert errand.action == "pull" and len(errand.pages) == 2 and errand.peer == Peer("engine", "host", 1)
+    assert errand.action == "pull" and len(errand.pages) == 2 and errand.peer == Peer("engine", ("host",), 1)
     pulls.pulled(errand.number, Pulled(0.1, [0, 1]), 101.5)
     assert pulls.take_waits(102.0) == []
     pulls.pulled(errand.number, Pulled(0.2, [0], "gone"), 102.0)
@@ -345,7 +345,7 @@ def test_a_fetch_is_timed_from_the_decision_until_the_last_rank_has_its_pages():
     pulls = Pulls(TierIndex(40), 10, ranks=2)
     for at, pages in enumerate((2, 10, 4, 20)):
         begun = 100.0 + at
-        pulls.arrived(at, RemotePrefix("lease", "engine", "host", 1, "same", 16 * pages, [pages]))
+        pulls.arrived(at, RemotePrefix("lease", "engine", ["host"], 1, "same", 16 * pages, [pages]))
         pulls.begin(at, [Key(0, name(100 * at + page)) for page in range(pages)], begun)
         [errand] = [it for it in pulls.take(begun) if it.action == "pull"]
         pulls.pulled(errand.number, Pulled(0.0, [*range(pages)]), begun + 0.001)
@@ -358,7 +358,7 @@ def test_a_request_waits_so_long_and_one_that_leaves_releases_its_lease():
     tier = TierIndex(3)
     pulls = Pulls(tier, 10, ranks=1)
     for index in (7, 8):
-        pulls.arrived(index, RemotePrefix(f"lease {index}", "engine", "host", 1, "same", 16, [1]))
+        pulls.arrived(index, RemotePrefix(f"lease {index}", "engine", ["host"], 1, "same", 16, [1]))
     pulls.take(0.0)
     pulls.begin(7, [Key(0, name(1))], 0.0)
     assert pulls.take_waits(PATIENCE_S - 1) == [] and pulls.take_waits(PATIENCE_S) == [7] == [*pulls.take_waits(99.0), 7]
@@ -396,6 +396,10 @@ def test_a_configuration_that_means_nothing_here_is_refused_by_name(tmp_path, ke
     with pytest.raises(ConfigError, match="kv_port 65533: 4 ranks lend on ports up to 65536, and the last port is 65535"):
         transfer_config(good | {"kv_port": 65533}, str(secret), 4)
     assert first.engine_id != again.engine_id and first.lends and first.reads
+    with pytest.raises(ConfigError, match=r"with several nodes \(--nnodes 2\) a replica that lends needs kv_ip on each of them"):
+        transfer_config(good, str(secret), 4, 2)
+    assert transfer_config(good | {"kv_ip": "10.0.0.2"}, str(secret), 4, 2).host == "10.0.0.2"
+    assert not transfer_config(good | {"kv_role": "kv_consumer"}, str(secret), 4, 2).lends
 
 
 def test_a_secret_is_needed_and_must_be_long_enough(tmp_path):

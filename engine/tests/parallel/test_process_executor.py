@@ -17,14 +17,14 @@ from harness import make_config, make_request
 from rank_runners import DYING_TOKEN, LONE_LOSS_TOKEN, LOST_TOKEN, OTHER_TOKEN, STUCK_TOKEN
 
 from penstock.engine.commands import ReloadWeights
-from penstock.engine.config import ConfigError, EngineConfig, ParallelConfig
+from penstock.engine.config import ConfigError, EngineConfig, ParallelConfig, TransferConfig
 from penstock.engine.core.ipc.client import CoreClient, CoreError
 from penstock.engine.core.ipc.inproc import InprocClient
 from penstock.engine.core.ipc.process import build_core, build_executor
 from penstock.engine.core.plan import SampleInputs
 from penstock.engine.messages import Control, StepOutputs
 from penstock.engine.parallel.errors import GroupFailed
-from penstock.engine.parallel.fingerprint import check_same, fingerprint
+from penstock.engine.parallel.fingerprint import Fingerprint, check_same, fingerprint
 from penstock.engine.parallel.process_executor import ProcessExecutor
 
 RUNNER = "rank_runners:RankRunner"
@@ -281,6 +281,19 @@ def test_whatever_differs_has_a_name(tmp_path):
         check_same([here, fingerprint(msgspec.structs.replace(config, cpu_isa="portable"))])
     with pytest.raises(ConfigError, match="rank 1 differs from rank 0 in its setting seed: 5 there, 0 on rank 0"):
         check_same([fingerprint(config), fingerprint(msgspec.structs.replace(config, seed=5))])
+
+
+def test_nodes_lend_pages_at_addresses_of_their_own_and_with_the_same_secret(tmp_path):
+    def lends(node: int, secret: str) -> Fingerprint:
+        file = tmp_path / f"{node} {secret}"
+        file.write_text(f"a secret of many bytes: {secret}")
+        transfer = TransferConfig(role="kv_both", engine_id=f"drawn on {node}", secret=file, host=f"10.0.0.{node}")
+        return fingerprint(msgspec.structs.replace(make_config(), transfer=transfer))
+
+    check_same([lends(0, "ours"), lends(1, "ours")])
+    with pytest.raises(ConfigError, match="rank 1 differs from rank 0 in its KV transfer secret: ") as error:
+        check_same([lends(0, "ours"), lends(1, "theirs")])
+    assert "many bytes" not in str(error.value)
 
 
 async def test_the_death_of_a_rank_is_told_to_the_frontend_and_is_the_cores_end():

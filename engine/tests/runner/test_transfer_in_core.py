@@ -1,6 +1,8 @@
 """A prefill and a decode core with real models and real connections: equal answers, and nothing held after any abort."""
 
 import socket
+import sys
+import threading
 import time
 
 import msgspec
@@ -11,12 +13,14 @@ from test_core_with_runner import SCHEDULER, requests
 from test_draft_model import drafts_pay
 from test_drafts_in_core import K
 
-from penstock.engine.config import ParallelConfig, SpeculativeConfig, TransferConfig
+from penstock.engine.config import ConfigError, ParallelConfig, SpeculativeConfig, TransferConfig
 from penstock.engine.connectors.transfer import reader as reader_module
+from penstock.engine.core.executor import RUNNERS
 from penstock.engine.core.ipc.process import build_core, build_executor
 from penstock.engine.core.memory import offload_size
 from penstock.engine.messages import AbortRequests, FinishReason, RemotePrefix
 from penstock.engine.models.layers.shard import Stage
+from penstock.engine.parallel.headless import HeadlessNode
 from penstock.engine.sampling import SamplingParams
 from testing.ports import free_ports
 
@@ -74,7 +78,7 @@ class Side:
 
     def remote(self, lent):
         blocks = [len(blocks) for blocks in lent.blocks]
-        where = lent.engine_id, self.transfer.host, lent.port
+        where = lent.engine_id, lent.hosts, lent.port
         return RemotePrefix(lent.lease, *where, lent.fingerprint, lent.num_tokens, blocks)
 
     def told(self):
@@ -94,8 +98,10 @@ class Side:
             time.sleep(0.005)
 
 
-def in_ranks(config, ranks):
-    return msgspec.structs.replace(config, parallel=ParallelConfig(tensor_parallel_size=ranks))
+def in_ranks(config, ranks, nodes):
+    [port] = free_ports(1)
+    where = {"nnodes": nodes, "master_addr": "127.0.0.1", "master_port": port}
+    return msgspec.structs.replace(config, parallel=ParallelConfig(tensor_parallel_size=ranks, **where))
 
 
 def in_stages(config, stages):
@@ -106,6 +112,8 @@ def in_stages(config, stages):
 
 def built(config):
     """What runs the plans: stages are in this process, where tests can reach them."""
+    if config.parallel.nnodes == 2:
+        threading.Thread(target=other_node, args=[config], daemon=True).start()
     if config.parallel.pipeline_parallel_size == 1:
         return build_executor(config)
     stages = Stages(config)
@@ -115,6 +123,15 @@ def built(config):
     return stages, NUM_BLOCKS
 
 
+def other_node(config):
+    """The second of two nodes: it has an address, an engine id and a file with the secret of its own."""
+    secret = config.transfer.secret.with_name("the same secret")
+    secret.write_bytes(config.transfer.secret.read_bytes())
+    transfer = msgspec.structs.replace(config.transfer, host="127.0.0.2", engine_id="node-1", secret=secret)
+    parallel = msgspec.structs.replace(config.parallel, node_rank=1)
+    HeadlessNode(msgspec.structs.replace(config, transfer=transfer, parallel=parallel), RUNNERS["cpu"]).run()
+
+
 @pytest.fixture
 def pair(checkpoint, build_runner, tmp_path):
     """Makes both sides, and one that is alone."""
@@ -122,14 +139,14 @@ def pair(checkpoint, build_runner, tmp_path):
     secret.write_text("a secret of many bytes")
     sides = []
 
-    def make(family="llama", transports=("tcp",), lease_s=30.0, stages=(1, 1, 1), ranks=(1, 1, 1), **how):
+    def make(family="llama", transports=("tcp",), lease_s=30.0, stages=(1, 1, 1), ranks=(1, 1, 1), nodes=(1, 1, 1), **how):
         runner = build_runner(checkpoint(family), **{"scheduler": SCHEDULER, **how})
         config, page = runner.config, runner.kv_layout().page_bytes
         cache = msgspec.structs.replace(config.cache, num_blocks=120, offload_bytes=400 * page)
         config = msgspec.structs.replace(config, cache=cache)
         roles = ("kv_producer", "kv_consumer", "kv_both")
-        for role, count, number in zip(roles, stages, ranks, strict=True):
-            of_side = in_stages(config, count) if count > 1 else in_ranks(config, number)
+        for role, count, number, places in zip(roles, stages, ranks, nodes, strict=True):
+            of_side = in_stages(config, count) if count > 1 else in_ranks(config, number, places)
             sides.append(Side(of_side, role, secret, transports, lease_s))
         return sides[-3:]
 
@@ -463,7 +480,7 @@ def test_a_latent_goes_from_one_rank_to_one_however_many_have_it(pair, ranks):
         alone.run(request.index)
         decode.computed, remote = 0, prefill.lend(request)
         with pytest.raises(ConnectionRefusedError):
-            socket.create_connection((remote.host, remote.port + 1))
+            socket.create_connection((remote.hosts[0], remote.port + 1))
         decode.add(msgspec.structs.replace(request, remote=remote))
         decode.run(request.index)
         assert decode.tokens[request.index] == alone.tokens[request.index]
@@ -473,3 +490,43 @@ def test_a_latent_goes_from_one_rank_to_one_however_many_have_it(pair, ranks):
     assert told.failed_pages == 0 < told.pulled_bytes
     prefill.settle()
     decode.settle()
+
+
+@pytest.mark.req("DX-04", "PD-04")
+@pytest.mark.parametrize(
+    ("family", "ranks", "nodes", "hosts"),
+    [
+        pytest.param("llama", (2, 2, 1), (2, 1, 1), ["127.0.0.1", "127.0.0.2"], id="a part on each node"),
+        pytest.param("deepseek-v2", (2, 1, 1), (2, 1, 1), ["127.0.0.1"], id="a latent from one of two nodes"),
+        pytest.param("deepseek-v2", (1, 2, 1), (1, 2, 1), ["127.0.0.1"], id="a latent to both of two nodes"),
+    ],
+)
+def test_ranks_of_several_nodes_lend_and_read_pages_each_at_its_own_address(pair, family, ranks, nodes, hosts):
+    """A rank cannot map the memory of another node. So a node that has the same pages as another keeps them, too."""
+    prefill, decode, alone = pair(family, ranks=ranks, nodes=nodes)
+    [request] = several(1)
+    alone.add(request)
+    alone.run(request.index)
+    remote = prefill.lend(request)
+    assert remote.hosts == hosts and remote.engine_id == prefill.transfer.engine_id
+    for other in {"127.0.0.1", "127.0.0.2"} - set(hosts):
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection((other, remote.port))
+    decode.computed = 0
+    decode.add(msgspec.structs.replace(request, remote=remote))
+    decode.run(request.index)
+    assert decode.tokens[request.index] == alone.tokens[request.index]
+    rest = len(request.prompt_token_ids) - remote.num_tokens
+    assert decode.computed == rest + len(decode.tokens[request.index]) - 1, "a token that was sent has been computed"
+    prefill.settle()
+    assert prefill.told().transfer.expired_leases == 0, "all ranks that read have released"
+    decode.settle()
+    assert decode.told().transfer.failed_pages == 0
+
+
+def test_an_address_that_one_rank_cannot_lend_at_is_bad_input(pair, monkeypatch):
+    [port] = free_ports(1)
+    monkeypatch.setattr(sys.modules[__name__], "free_ports", lambda count: [port])
+    told = f"rank 1 alone has refused open_transfer: --kv-transfer-config: 127.0.0.1:{port + 1} cannot be listened on: Address al"
+    with socket.create_server(("127.0.0.1", port + 1)), pytest.raises(ConfigError, match=told):
+        pair(ranks=(2, 1, 1))

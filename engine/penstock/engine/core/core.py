@@ -387,5 +387,5 @@ def _pumps(offload: Offload | None, executor: Executor, keepers: Sequence[int]) 
     if offload is not None:
         pumps += [LowerPump(tier, executor, keepers) for tier in offload.lower]
     if offload is not None and offload.transfer is not None:
-        pumps.append(TransferPump(offload.transfer, executor, keepers))
+        pumps.append(TransferPump(offload.transfer, executor))
     return pumps

@@ -12,7 +12,7 @@ import msgspec
 from penstock.engine.cache.layout import KVLayout
 from penstock.engine.config import EngineConfig
 from penstock.engine.connectors.moves import Lower, Move, Moved, PageFile
-from penstock.engine.connectors.transfer.words import Errand, News
+from penstock.engine.connectors.transfer.words import Errand, News, Part
 from penstock.engine.core.memory import Memory
 from penstock.engine.core.plan import GraphReport, SampledTokens, SampleInputs, StepPlan, StepResult
 from penstock.engine.roofline import Ceilings
@@ -98,9 +98,9 @@ class Runner(Protocol):
         """Moves that have ended since the last call, by number; safe beside a step."""
         ...
 
-    def open_transfer(self) -> str:
-        """Begins to lend and read pages of the weights that are loaded; returns their fingerprint on this rank. Raises
-        `ConfigError` where that cannot be."""
+    def open_transfer(self, engine_id: str) -> Part:
+        """Begins to lend and read pages of the weights that are loaded, under the engine's id; returns what this rank has of each
+        page. Raises `ConfigError` where that cannot be."""
         ...
 
     def run_errands(self, errands: list[Errand]) -> None:

@@ -9,6 +9,7 @@ from typing import Any, Final
 import msgspec
 
 from penstock.engine.config import ConfigError, EngineConfig
+from penstock.engine.connectors.transfer.secret_file import read_secret
 from penstock.kernels.cpu.build import library_name
 from penstock.kernels.cpu.isa import choose
 
@@ -17,6 +18,7 @@ Fingerprint = dict[str, str]
 _OWN: Final = {
     *("model.path", "model.source", "model.tokenizer", "profile_dir", "cache.disk_folder"),
     *("parallel.node_rank", "parallel.master_addr", "parallel.master_port"),
+    *("transfer.engine_id", "transfer.secret", "transfer.host"),
 }
 """Where something is differs among nodes; what is there is compared by its content."""
 _LONGEST: Final = 100
@@ -33,6 +35,7 @@ def fingerprint(config: EngineConfig) -> Fingerprint:
         "instruction set": isa.name,
         "kernels": library_name(isa),
         "checkpoint": _checkpoint(config),
+        "KV transfer secret": "none" if config.transfer is None else _digest(read_secret(config.transfer.secret)),
         **dict(_settings("", msgspec.to_builtins(config, enc_hook=str))),
     }
 

@@ -34,7 +34,7 @@ from penstock.engine.connectors.page_mover import PageMover
 from penstock.engine.connectors.page_objects import PageObjects
 from penstock.engine.connectors.store_address import store_address
 from penstock.engine.connectors.transfer.agent import Agent
-from penstock.engine.connectors.transfer.words import Errand, News
+from penstock.engine.connectors.transfer.words import Errand, News, Part
 from penstock.engine.core.executor import AdapterRead
 from penstock.engine.core.plan import NONE, Admission, Bool, GraphReport, Int32, SampledTokens, StepPlan, StepResult, empty
 from penstock.engine.host_memory import large_blocks_apart, return_free_memory
@@ -575,17 +575,19 @@ class RunnerBase(Turns[Runtime, Step, Sampled]):
         mover = self._movers.get(name)
         return self._moved.pop(name, {}) | ({} if mover is None else mover.take())
 
-    def open_transfer(self) -> str:
-        """Begins to lend and read pages of these weights; returns their fingerprint on this rank."""
-        assert self.config.transfer is not None and self._host_pages is not None, "there is nothing to transfer"
-        name = self._namespace().name
+    def open_transfer(self, engine_id: str) -> Part:
+        """Begins to lend and read pages of these weights, under the engine's id; returns what this rank has of each page."""
+        config, number = self.config.transfer, 0 if self._group is None else self._group.number
+        assert config is not None and self._host_pages is not None, "there is nothing to transfer"
+        part = Part(number // self._same_pages, self._namespace().name, config.host)
         if not self._keeps_pages:
-            return name
+            return part
         if self._agent is None:
-            self._agent = Agent(self.config.transfer, name, self._host_pages, self.page_keeper() // self._same_pages)
+            config, first = msgspec.structs.replace(config, engine_id=engine_id), number % self._same_pages == 0
+            self._agent = Agent(config, part, self._host_pages, number, lends=config.lends and first)
         else:
-            self._agent.rename(name)
-        return name
+            self._agent.rename(part.name)
+        return part
 
     def run_errands(self, errands: list[Errand]) -> None:
         """Does what is asked about pages at other replicas, where this rank keeps pages."""

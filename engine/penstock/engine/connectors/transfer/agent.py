@@ -12,7 +12,7 @@ from penstock.engine.connectors.transfer.reader import Reader
 from penstock.engine.connectors.transfer.secret_file import read_secret
 from penstock.engine.connectors.transfer.shared_memory import SharedMemoryInlet, SharedMemoryOutlet
 from penstock.engine.connectors.transfer.transport import Inlet, Outlet, TcpInlet, TcpOutlet
-from penstock.engine.connectors.transfer.words import Errand, News
+from penstock.engine.connectors.transfer.words import Errand, News, Part
 
 
 class Agent:
@@ -20,30 +20,32 @@ class Agent:
 
     Args:
         config: The replica's.
-        fingerprint: What decides about the bytes of this rank's pages.
-        pages: The host's memory; shared where the replica lends.
-        part: Of pages that this rank has, counted through all pipeline stages.
+        part: Of pages that this rank has.
+        pages: The host's memory; shared where the rank lends.
+        rank: Its number among those of all pipeline stages.
+        lends: Whether it does: of those with the same part, the first one. The others may be on other nodes.
 
     Raises:
         ConfigError: The secret cannot be read, the port is taken, or a transport is not there.
     """
 
-    def __init__(self, config: TransferConfig, fingerprint: str, pages: HostPages, part: int) -> None:
+    def __init__(self, config: TransferConfig, part: Part, pages: HostPages, rank: int, *, lends: bool) -> None:
         secret = read_secret(config.secret)
         self._reader = None
         if config.reads:
-            self._reader = Reader(secret, fingerprint, pages.slots, inlets(config, pages.slots, secret, part), part)
+            self._reader = Reader(secret, part.name, pages.slots, inlets(config, pages.slots, secret, rank), part.number)
         self._lender = None
-        if config.lends:
+        if lends:
             assert pages.shared is not None, "this replica lends pages of its own memory alone"
-            ways, address = outlets(config, pages.shared, secret, part), (config.host, config.port + part)
-            self._lender = Lender(address, secret, config.engine_id, fingerprint, pages.slots, ways)
+            ways, address = outlets(config, pages.shared, secret, rank), (config.host, config.port + part.number)
+            self._lender = Lender(address, secret, config.engine_id, part.name, pages.slots, ways)
 
     def run(self, errands: list[Errand]) -> None:
         """Does or begins each of them."""
         for errand in errands:
             if errand.action in ("grant", "revoke"):
-                assert self._lender is not None, "this replica lends no pages"
+                if self._lender is None:
+                    continue  # another rank lends this part
                 if errand.action == "grant":
                     self._lender.grant(errand.lease, errand.pages)
                 else:
@@ -64,7 +66,7 @@ class Agent:
                 half.rename(fingerprint)
 
 
-def outlets(config: TransferConfig, slots: SharedSlots, secret: bytes, part: int) -> dict[TransportName, Outlet]:
+def outlets(config: TransferConfig, slots: SharedSlots, secret: bytes, rank: int) -> dict[TransportName, Outlet]:
     """Return the lender's half of each transport of the configuration; `ConfigError` for one that this machine lacks."""
     made: dict[TransportName, Outlet] = {}
     for name in config.transports:
@@ -74,11 +76,11 @@ def outlets(config: TransferConfig, slots: SharedSlots, secret: bytes, part: int
             case "shm":
                 made[name] = SharedMemoryOutlet(slots, secret)
             case "nixl":
-                made[name] = NixlOutlet(f"{config.engine_id}-{part}-lends", slots.array)
+                made[name] = NixlOutlet(f"{config.engine_id}-{rank}-lends", slots.array)
     return made
 
 
-def inlets(config: TransferConfig, slots: npt.NDArray[np.uint8], secret: bytes, part: int) -> dict[TransportName, Inlet]:
+def inlets(config: TransferConfig, slots: npt.NDArray[np.uint8], secret: bytes, rank: int) -> dict[TransportName, Inlet]:
     """Return the reader's half of each transport of the configuration, in its order; `ConfigError` as for `outlets`."""
     made: dict[TransportName, Inlet] = {}
     for name in config.transports:
@@ -88,5 +90,5 @@ def inlets(config: TransferConfig, slots: npt.NDArray[np.uint8], secret: bytes, 
             case "shm":
                 made[name] = SharedMemoryInlet(slots, secret)
             case "nixl":
-                made[name] = NixlInlet(f"{config.engine_id}-{part}-reads", slots)
+                made[name] = NixlInlet(f"{config.engine_id}-{rank}-reads", slots)
     return made

@@ -23,6 +23,7 @@ _HERE = {
 }
 """What does here what connectors of vLLM do there."""
 _LAST_PORT = 65535
+_HERE_ALONE = "127.0.0.1"
 _Seconds = Annotated[float, Meta(gt=0)]
 
 
@@ -38,18 +39,19 @@ class _Keys(msgspec.Struct, frozen=True):
     kv_connector: str
     kv_role: TransferRole
     engine_id: str = "penstock"
-    kv_ip: str = "127.0.0.1"
+    kv_ip: str | None = None
     kv_port: Annotated[int, Meta(ge=1, le=_LAST_PORT)] = 14579
     kv_connector_extra_config: dict[str, Any] = {}
 
 
-def transfer_config(keys: dict[str, Any], secret: str | None, ranks: int = 1) -> TransferConfig:
+def transfer_config(keys: dict[str, Any], secret: str | None, ranks: int = 1, nodes: int = 1) -> TransferConfig:
     """Return what the keys say; `ConfigError` names the one that is wrong.
 
     Args:
         keys: vLLM's.
         secret: `--kv-transfer-secret-file`.
         ranks: Of all cores, each of which lends on a port of its own.
+        nodes: Among which they are distributed.
     """
     given = _read(keys, _Keys, "--kv-transfer-config")
     if given.kv_connector != CONNECTOR:
@@ -67,6 +69,11 @@ def transfer_config(keys: dict[str, Any], secret: str | None, ranks: int = 1) ->
             f"--kv-transfer-config: kv_port {given.kv_port}: {ranks} ranks lend on ports up to {last}, and the last port is "
             f"{_LAST_PORT}"
         )
+    if given.kv_ip is None and nodes > 1 and given.kv_role != "kv_consumer":
+        raise ConfigError(
+            f"--kv-transfer-config: with several nodes (--nnodes {nodes}) a replica that lends needs kv_ip on each of them: the "
+            "address of that node by which other replicas reach it"
+        )
     if "nixl" in extra.transports:
         nixl.check_installed()
     path = Path(secret).absolute()
@@ -76,7 +83,7 @@ def transfer_config(keys: dict[str, Any], secret: str | None, ranks: int = 1) ->
         # A restarted replica has none of the pages that it lent before.
         engine_id=f"{given.engine_id}-{uuid.uuid4().hex[:16]}",
         secret=path,
-        host=given.kv_ip,
+        host=given.kv_ip or _HERE_ALONE,
         port=given.kv_port,
         lease_s=extra.kv_lease_duration,
         prefill_timeout_s=extra.prefill_timeout,

@@ -29,12 +29,11 @@ class Leases:
     Args:
         host: The pages.
         seconds: That a lease lasts without a word from its reader.
-        ranks: Each of which its reader must release.
     """
 
-    def __init__(self, host: TierIndex, seconds: float, ranks: int) -> None:
+    def __init__(self, host: TierIndex, seconds: float) -> None:
         self._host = host
-        self._seconds, self._ranks = seconds, ranks
+        self._seconds = seconds
         self._leases: dict[str, _Lease] = {}
         self._releases = Counter[str]()
         self._due: list[Errand] = []
@@ -88,11 +87,11 @@ class Leases:
         due, self._due = self._due, []
         return due
 
-    def released(self, name: str) -> None:
-        """The reader of one rank needs a lease no longer."""
+    def released(self, name: str, readers: int) -> None:
+        """One of so many ranks of the reader needs a lease no longer."""
         if name in self._leases:
             self._releases[name] += 1
-            if self._releases[name] >= self._ranks:
+            if self._releases[name] >= readers:
                 self._end(name)
 
     def renewed(self, name: str, now: float) -> None:

@@ -58,7 +58,7 @@ class Lender:
         self._changed = threading.Condition()
         self._leases: dict[str, dict[tuple[int, bytes], int]] = {}
         self._ended = OrderedDict[str, None]()
-        self._released: list[str] = []
+        self._released: list[tuple[str, int]] = []
         self._renewed: list[str] = []
         self._readers: set[socket.socket] = set()
         self._closed = False
@@ -98,8 +98,8 @@ class Lender:
             readers = list(self._readers)
         _shut(readers)
 
-    def take(self) -> tuple[list[str], list[str]]:
-        """Leases released and leases renewed since the last call."""
+    def take(self) -> tuple[list[tuple[str, int]], list[str]]:
+        """Leases released, each with the number of ranks that do so, and leases renewed since the last call."""
         with self._changed:
             released, self._released = self._released, []
             renewed, self._renewed = self._renewed, []
@@ -158,9 +158,11 @@ class Lender:
             case "pull":
                 self._send(stream, ask)
             case "release":
-                self._note(self._released, ask.lease)
+                self._release(ask)
             case "renew":
-                self._note(self._renewed, ask.lease)
+                with self._changed:
+                    if ask.lease not in self._ended:
+                        self._renewed.append(ask.lease)
             case other:
                 raise Refused(f"no action {other!r}")
 
@@ -180,12 +182,12 @@ class Lender:
         with self._changed:
             held = self._leases.get(ask.lease) is lent
         stream.send(wire.Sealed(held))
-        self._note(self._released, ask.lease)
+        self._release(ask)
 
-    def _note(self, leases: list[str], lease: str) -> None:
+    def _release(self, ask: wire.Ask) -> None:
         with self._changed:
-            if lease not in self._ended:
-                leases.append(lease)
+            if ask.lease not in self._ended:
+                self._released.append((ask.lease, ask.readers))
 
 
 def _shut(sockets: list[socket.socket]) -> None:

@@ -68,7 +68,7 @@ class Pulls:
     def left(self, index: int) -> None:
         """The request needs nothing of another replica any more."""
         if (remote := self._waiting.pop(index, None)) is not None:
-            self._due.append(Errand("release", remote.lease, peer=_peer(remote)))
+            self._due.append(Errand("release", remote.lease, peer=_peer(remote), readers=self._ranks))
 
     def begin(self, index: int, keys: Sequence[Key], now: float) -> bool:
         """Begins to read what the host's memory lacks of these pages; False: nothing is on its way, and the lease is released."""
@@ -85,7 +85,7 @@ class Pulls:
         keys, slots = [key for key, _ in taken], [slot for _, slot in taken]
         self._under[self._number] = _Pull(index, keys, slots, now)
         pages = [Page(key.group, key.block_hash, slot) for key, slot in taken]
-        self._due.append(Errand("pull", remote.lease, self._number, pages, _peer(remote)))
+        self._due.append(Errand("pull", remote.lease, self._number, pages, _peer(remote), self._ranks))
         return True
 
     def take(self, now: float) -> list[Errand]:
@@ -128,4 +128,4 @@ class Pulls:
 
 
 def _peer(remote: RemotePrefix) -> Peer:
-    return Peer(remote.engine_id, remote.host, remote.port)
+    return Peer(remote.engine_id, tuple(remote.hosts), remote.port)

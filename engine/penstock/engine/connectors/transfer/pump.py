@@ -1,10 +1,9 @@
 """Has the ranks lend and read pages, beside the steps."""
 
 import hashlib
-from collections.abc import Sequence
 
 from penstock.engine.connectors.transfer.transfer import Transfer
-from penstock.engine.connectors.transfer.words import News
+from penstock.engine.connectors.transfer.words import News, Part
 from penstock.engine.core.executor import Executor
 
 _POLL_S = 0.02
@@ -17,13 +16,11 @@ class TransferPump:
     Args:
         transfer: Says what is to be done.
         executor: Of the ranks.
-        keepers: Those that lend and read pages.
     """
 
-    def __init__(self, transfer: Transfer, executor: Executor, keepers: Sequence[int]) -> None:
+    def __init__(self, transfer: Transfer, executor: Executor) -> None:
         self._transfer = transfer
         self._executor = executor
-        self._keepers = keepers
         self._polled_at = 0.0
 
     @property
@@ -34,9 +31,12 @@ class TransferPump:
     def open(self, now: float) -> None:
         """Lends and reads pages of the weights that are loaded; `ConfigError` where that cannot be."""
         self.pump(now)  # what is due belongs to the weights before
-        names: list[str] = self._executor.call("open_transfer")
-        kept = " ".join(names[keeper] for keeper in self._keepers)
-        self._transfer.fingerprint = hashlib.sha256(kept.encode()).hexdigest()[:32]
+        told: list[Part] = self._executor.call("open_transfer", self._transfer.engine_id)
+        # Of ranks with the same part the first one lends it.
+        parts = {part.number: part for part in reversed(told)}
+        kept = [parts[number] for number in sorted(parts)]
+        self._transfer.fingerprint = hashlib.sha256(" ".join(part.name for part in kept).encode()).hexdigest()[:32]
+        self._transfer.hosts = [part.host for part in kept]
 
     def pump(self, now: float) -> None:
         """Has errands done that are due, and takes in what the ranks have heard."""

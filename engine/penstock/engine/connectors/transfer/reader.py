@@ -111,13 +111,13 @@ class Reader:
 
     def _tell(self, errand: Errand) -> None:
         try:
-            self._asking(errand, lambda connection: connection.stream.send(wire.Ask(errand.action, errand.lease)))
+            self._asking(errand, lambda connection: connection.stream.send(_ask(errand, connection)))
         except (OSError, EOFError, Refused) as error:  # the lease runs out by itself
             _log.info("a lender of KV pages did not hear %r: %s", errand.action, error)
 
     def _pull(self, connection: _Connection, errand: Errand) -> tuple[list[int], str | None]:
-        stream, names = connection.stream, [(page.group, page.block_hash) for page in errand.pages]
-        stream.send(wire.Ask("pull", errand.lease, names, connection.transport))
+        stream = connection.stream
+        stream.send(_ask(errand, connection))
         found = stream.receive(wire.Found)
         if found.error is not None:
             return [], found.error
@@ -154,8 +154,10 @@ class Reader:
             return ask(connection)
 
     def _connect(self, peer: Peer, deadline: float) -> _Connection:
+        if self._part >= len(peer.hosts):
+            raise Refused(f"{peer.engine_id} lends {len(peer.hosts)} parts of pages, and none with the number {self._part}")
         timeout = min(CONNECT_S, deadline - time.monotonic())
-        stream = Stream(socket.create_connection((peer.host, peer.port + self._part), timeout), deadline)
+        stream = Stream(socket.create_connection((peer.hosts[self._part], peer.port + self._part), timeout), deadline)
         try:
             offers = wire.introduce(stream, self._secret, peer.engine_id, self._fingerprint)
             way, transport = self._open(peer, offers, deadline)
@@ -213,3 +215,8 @@ class Reader:
                     del self._idle[peer]
         for connection in due:
             connection.close()
+
+
+def _ask(errand: Errand, connection: _Connection) -> wire.Ask:
+    names = [(page.group, page.block_hash) for page in errand.pages]
+    return wire.Ask(errand.action, errand.lease, names, connection.transport, errand.readers)

@@ -20,17 +20,20 @@ class Transfer:
         kv: The cache, which knows what blocks a prefix needs.
         host: The pages.
         page_bytes: Of a page, on each rank.
-        ranks: That lend and read pages.
+        ranks: That read pages.
     """
 
     def __init__(self, config: TransferConfig, kv: KVCacheManager, host: TierIndex, page_bytes: int, ranks: int) -> None:
         self._kv = kv
         self._host = host
         self._config = config
-        self.leases = Leases(host, config.lease_s, ranks)
+        self.leases = Leases(host, config.lease_s)
         self.pulls = Pulls(host, page_bytes, ranks)
+        self.engine_id = config.engine_id
         self.fingerprint = ""
         """What decides about the bytes of the pages; set when the weights are known."""
+        self.hosts = list[str]()
+        """By part of pages, where it is lent; set with the fingerprint."""
 
     @property
     def awaits_news(self) -> bool:
@@ -76,7 +79,7 @@ class Transfer:
         blocks: list[list[int]] = [[] for _ in range(self._kv.num_groups)]
         for (group, _, _), slot in zip(pages, slots, strict=True):
             blocks[group].append(slot)
-        return Lent(lease, upto, blocks, self.fingerprint, self._config.engine_id, self._config.port)
+        return Lent(lease, upto, blocks, self.fingerprint, self.engine_id, self.hosts, self._config.port)
 
     def take(self, now: float) -> list[Errand]:
         """What the ranks must do now; `now` is Unix time in seconds. See `Leases.take`."""
@@ -87,8 +90,8 @@ class Transfer:
         for told in news:
             for name in told.renewed:
                 self.leases.renewed(name, now)
-            for name in told.released:
-                self.leases.released(name)
+            for name, readers in told.released:
+                self.leases.released(name, readers)
             for number, how in told.pulled.items():
                 self.pulls.pulled(number, how, now)
 

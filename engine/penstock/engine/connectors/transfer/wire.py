@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-PROTOCOL = "penstock-transfer-2"
+PROTOCOL = "penstock-transfer-3"
 MAX_FRAME = 64 << 20
 _LENGTH_BYTES = 4
 _IOV = 512
@@ -65,6 +65,8 @@ class Ask(msgspec.Struct, frozen=True):
     """Groups and names."""
     transport: str = "tcp"
     """What the pages go by."""
+    readers: int = 1
+    """Ranks of the reader that release the lease, each by itself."""
 
 
 class Found(msgspec.Struct, frozen=True):

@@ -18,9 +18,21 @@ class Peer(msgspec.Struct, frozen=True, array_like=True):
 
     engine_id: str
     """Drawn at each start, so a restarted replica is another one."""
-    host: str
+    hosts: tuple[str, ...]
+    """By part of pages: its ranks may be on several nodes."""
     port: int
     """Port of the first part of pages; part p has the p-th port after it."""
+
+
+class Part(msgspec.Struct, frozen=True, array_like=True):
+    """The part of pages that a rank has. Ranks with the same pages have the same part."""
+
+    number: int
+    """Counted through all pipeline stages."""
+    name: str
+    """Stands for all that decides about its bytes."""
+    host: str
+    """Where the rank lends it."""
 
 
 class Errand(msgspec.Struct, frozen=True, array_like=True):
@@ -34,6 +46,8 @@ class Errand(msgspec.Struct, frozen=True, array_like=True):
     pages: list[Page] = []
     peer: Peer | None = None
     """The lender; None: this replica."""
+    readers: int = 1
+    """Ranks of the reader that need the lease: it ends when all of them have released it."""
 
 
 class Pulled(msgspec.Struct, frozen=True, array_like=True):
@@ -50,7 +64,7 @@ class News(msgspec.Struct, frozen=True, array_like=True):
     """What has happened on one rank since it was last asked."""
 
     pulled: dict[int, Pulled]
-    released: list[str]
-    """Leases whose reader needs them no longer."""
+    released: list[tuple[str, int]]
+    """Leases that a rank of the reader needs no longer, each with the number of its ranks that need it at first."""
     renewed: list[str]
     """Leases whose reader still waits."""

@@ -252,7 +252,10 @@ def build_core(
     layout, (ceilings, *_) = _largest_layout(executor), executor.call("ceilings")
     known = layout.groups, ceilings, offload_size(config, layout, executor.call("page_keeper"))
     core = EngineCore(config, executor, num_blocks, epoch, engine_index, *known, wave)
-    core.open_connectors()
+    try:
+        core.open_connectors()
+    except RankRefused as error:  # a port that is taken where one rank lends pages
+        raise ConfigError(str(error)) from error
     if config.lora is not None:
         core.load_adapters(config.lora.modules)
     if core.may_capture:

@@ -27,6 +27,9 @@ class _Remote(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     remote_engine_id: str
     remote_request_id: str
     remote_host: str
+    """Of the first part of pages."""
+    remote_hosts: list[str]
+    """By part of pages: a replica may be on several nodes."""
     remote_port: int
     remote_num_tokens: int
     remote_fingerprint: str
@@ -74,7 +77,7 @@ class KVTransfer:
         return RemotePrefix(
             lease=remote.remote_request_id,
             engine_id=remote.remote_engine_id,
-            host=remote.remote_host,
+            hosts=remote.remote_hosts,
             port=remote.remote_port,
             fingerprint=remote.remote_fingerprint,
             num_tokens=remote.remote_num_tokens,
@@ -90,7 +93,8 @@ class KVTransfer:
             remote_block_ids=lent.blocks,
             remote_engine_id=lent.engine_id,
             remote_request_id=lent.lease,
-            remote_host=self.config.host,
+            remote_host=lent.hosts[0],
+            remote_hosts=lent.hosts,
             remote_port=lent.port,
             remote_num_tokens=lent.num_tokens,
             remote_fingerprint=lent.fingerprint,
