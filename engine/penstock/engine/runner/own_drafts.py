@@ -279,7 +279,7 @@ class OwnDrafts:
 
     def _room(self, of: Int32, rows: RowTable) -> Int32:
         """[m]: drafts that the rows `of` have use for: a step gives a token beside them."""
-        return np.clip(self._limits[of] - self._tokens(rows)[of] - 1, 0, self.drafts.shape[1])
+        return np.minimum(np.maximum(self._limits[of] - self._tokens(rows)[of] - 1, 0), self.drafts.shape[1])
 
     def _kept(self, plan: StepPlan, of: Int32, found: Int32, each: Int32, room: Int32, rows: RowTable) -> Int32 | None:
         """Keeps so many drafts, `each`, of the rows `of`, which have use for `room`, [m] all three."""

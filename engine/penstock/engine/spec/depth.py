@@ -127,11 +127,19 @@ class DraftDepth:
         wait = 0 if self._idle else self._num_rows // 4  # who misses its first step never makes up for it
         if self._rest <= wait or not self._has_credit:
             return
-        rows = self._num_rows
-        if self._best(self._ranked([self._usual] * rows, [round(self._offered)] * rows), rows).drafts:
+        if self._would_pay():
             self._rest = wait
             if not wait:
                 self._next_rest = 1
+
+    def _would_pay(self) -> bool:
+        """Whether drafts of each row would, up to as many as the proposer usually has, if all rows were as requests usually are."""
+        rows, made = self._num_rows, 1.0
+        for drafts, chance in enumerate(self._chances_of(self._usual)[: round(self._offered)], 1):
+            made += chance
+            if self._rate(rows, drafts * rows, made * rows) > _MARGIN:
+                return True
+        return False
 
     def rests(self, num_rows: int) -> bool:
         """Whether the next choice, of so many rows, is none, which costs nothing; to be asked once a step. What does not pay for
