@@ -137,17 +137,17 @@ def alike(seconds):
 
 
 def plain_steps(depth):
-    """When no drafts are chosen, of 400 steps."""
-    return [at for at in range(400) if chosen(depth, 8, 8) == 0]
+    """When no drafts are chosen, of 800 steps."""
+    return [at for at in range(800) if chosen(depth, 8, 8) == 0]
 
 
 def test_after_many_steps_with_drafts_some_without_are_compared_with_them():
-    depth = DraftDepth(4, 8, alike(1.4))
+    depth = DraftDepth(4, 8, alike(2.4))
     first, second, *_ = plain_steps(depth)
-    assert (first, second) == (134, 134 + 256), "the first had a prompt beside it, and told nothing"
+    assert (first, second) == (131, 131 + 256), "the first had a prompt beside it, and told nothing"
     assert [depth.rests(2) for _ in range(4)] == [True, True, True, False], "there are four of them"
-    compared(depth, 1.4)
-    assert plain_steps(depth)[0] == 134
+    compared(depth, 2.4)
+    assert plain_steps(depth)[0] == 131
 
 
 def test_drafts_that_gain_little_are_compared_more_often():

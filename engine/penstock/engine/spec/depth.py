@@ -31,7 +31,7 @@ _LONGEST_RUN: Final = 256
 """Steps with drafts, after which so many without are made."""
 _SHORTEST_RUN: Final = 16
 """The same where drafts gain little."""
-_COMPARING: Final = 0.01
+_COMPARING: Final = 0.005
 """Of a step, a quarter of what such comparisons may cost in each: the less drafts gain, the sooner it is seen that they gain
 nothing."""
 _MARGIN: Final = 1.08
