@@ -220,12 +220,13 @@ class OwnDrafts:
     def _looked_up(self, plan: StepPlan, rows: RowTable, asked: Bool) -> Int32 | None:
         """As `propose`, of a proposer that looks drafts up: what it finds decides whether they pay."""
         of = plan.rows[asked]
-        found = self._proposed(rows, of, self.drafts.shape[1])
-        if found is None:
+        proposed = self._proposed(rows, of, self.drafts.shape[1])
+        if proposed is None:
             self._num_proposed[of] = 0
             self._depth.found_nothing(of)
             return None
-        self._num_proposed[of] = counts = (found >= 0).sum(axis=1, dtype=np.int32)
+        found, counts = proposed
+        self._num_proposed[of] = counts
         room = self._room(of, rows)
         each = self._depth.choose(of, np.minimum(counts, room), len(plan.rows) - len(of))
         return None if each is None else self._kept(plan, of, found, np.array(each, np.int32), room, rows)
@@ -246,16 +247,17 @@ class OwnDrafts:
         most = self._depth.most(of, len(plan.rows) - len(of)) if len(of) and not rests else 0
         if not self._follow(rows, plan, step, asked if most else np.zeros_like(asked)) or not most:
             return None
-        found = self._proposed(rows, of, most)
-        if found is None:
+        proposed = self._proposed(rows, of, most)
+        if proposed is None:
             return None
-        self._num_proposed[of] = counts = (found >= 0).sum(axis=1, dtype=np.int32)
+        found, counts = proposed
+        self._num_proposed[of] = counts
         room = self._room(of, rows)
         return self._kept(plan, of, found, np.minimum(counts, room), room, rows)
 
-    def _proposed(self, rows: RowTable, of: Int32, most: int) -> Int32 | None:
-        """[m, K]: what the proposer says of the rows `of`, [m], up to the first that is no token, and no more than `most`; None:
-        nothing. A step does without drafts where the proposer fails."""
+    def _proposed(self, rows: RowTable, of: Int32, most: int) -> tuple[Int32, Int32] | None:
+        """[m, K]: what the proposer says of the rows `of`, [m], up to the first that is no token, and no more than `most`; and
+        [m]: how many that are. None: nothing. A step does without drafts where the proposer fails."""
         try:
             drafts = self._proposer.propose(rows, of, self._tokens(rows)[of], most)
         except Exception:
@@ -263,8 +265,11 @@ class OwnDrafts:
             return None
         if drafts.max() < 0:
             return None
-        fits = (drafts >= 0) & (drafts < self._vocab_size) & (np.arange(drafts.shape[1]) < most)
-        return np.where(np.logical_and.accumulate(fits, axis=1), drafts, np.int32(_PAD))
+        fits = drafts.view(np.uint32) < self._vocab_size  # pads are above
+        if most < drafts.shape[1]:
+            fits[:, most:] = False
+        fits = np.logical_and.accumulate(fits, axis=1)
+        return np.where(fits, drafts, np.int32(_PAD)), fits.sum(axis=1, dtype=np.int32)
 
     def _follow(self, rows: RowTable, plan: StepPlan, step: Placed | None, asked: Bool) -> bool:
         """Lets the proposer take in the step; False: it has failed."""

@@ -133,7 +133,7 @@ class DraftDepth:
                 self._next_rest = 1
 
     def _would_pay(self) -> bool:
-        """Whether drafts of each row would, up to as many as the proposer usually has, if all rows were as requests usually are."""
+        """Whether as many drafts of each row as the proposer usually has would, or fewer, if all were like the last requests."""
         rows, made = self._num_rows, 1.0
         for drafts, chance in enumerate(self._chances_of(self._usual)[: round(self._offered)], 1):
             made += chance
