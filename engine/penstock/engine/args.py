@@ -120,6 +120,7 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
     logits_processors: list[str] | None = None
     profile_dir: str | None = None
     attention_backend: AttentionBackendName | None = None
+    prefill_attention_backend: AttentionBackendName | None = None
     enforce_eager: bool = False
     cudagraph_mode: CudagraphMode | None = None
     """None: `FULL_AND_PIECEWISE` on a GPU."""
@@ -267,6 +268,7 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
             parallel=parallel,
             device=device,
             attention_backend=self.attention_backend,
+            prefill_attention_backend=self.prefill_attention_backend,
             cpu_isa=self._cpu_isa(device),
             graphs=self._graphs(cuda=device == "cuda"),
             depth=depth,

@@ -368,6 +368,7 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     add("--spec-model", metavar="MODEL", help="draft model with the same tokenizer, or EAGLE head, named as MODEL is")
     add("--spec-tokens", type=positive, help="largest number of draft tokens of a request in a step (None: 4)")
     add("--attention-backend", choices=backends, help="attention kernels to use (None: the first that supports the model)")
+    add("--prefill-attention-backend", choices=backends, help="the same for steps with prompts (None: as --attention-backend)")
     add("--enforce-eager", action="store_true", help="use no CUDA graphs: launch each kernel separately")
     graphs = ["NONE", "PIECEWISE", "FULL", "FULL_AND_PIECEWISE"]
     add("--cudagraph-mode", choices=graphs, help="parts of a step that CUDA graphs capture (None: FULL_AND_PIECEWISE on a GPU)")

@@ -363,6 +363,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     device: Literal["cpu", "cuda"] = "cpu"
     attention_backend: AttentionBackendName | None = None
     """None: the first that can serve the model."""
+    prefill_attention_backend: AttentionBackendName | None = None
+    """Of steps with prompts; None: the same."""
     cpu_isa: IsaName | None = None
     """The CPU's instruction set; None: the best that it has."""
     depth: int = 1

@@ -12,9 +12,12 @@ import torch
 from penstock.engine.attention.backends import flashinfer, registry
 from penstock.engine.attention.backends.flash_attn import FlashAttentionBackend
 from penstock.engine.attention.backends.interface import AttentionNeeds, StepLengths, StepMetadata
-from penstock.engine.attention.backends.registry import BACKENDS, choose_backend
+from penstock.engine.attention.backends.phases import AttentionPhases
+from penstock.engine.attention.backends.registry import BACKENDS, choose_attention, choose_backend
+from penstock.engine.attention.backends.torch import TorchBackend
 from penstock.engine.config import ConfigError
 from penstock.engine.runner.device.graphs.descriptor import GraphSupport
+from penstock.kernels.ops import REFERENCE
 from penstock.kernels.paged_attention.device_batch import DeviceBatch
 from penstock.kernels.paged_attention.device_reference import paged_attention_device
 
@@ -131,6 +134,62 @@ def test_which_steps_can_be_captured(installed):
     assert FlashAttentionBackend.graph_support(HOPPER) == GraphSupport.ALWAYS
 
 
+ON_CPU = replace(HOPPER, device="cpu", dtype=torch.float32, softcap=20.0)
+
+
+def phases(decode: str, prefill: str, max_decode_tokens: int = 1) -> AttentionPhases:
+    return choose_attention(ON_CPU, decode, prefill, max_decode_tokens)
+
+
+def test_prompts_may_have_a_backend_of_their_own(installed, monkeypatch, caplog):
+    installed("version_3")
+    monkeypatch.setattr(FlashAttentionBackend, "refusals", lambda needs: [])  # it asks for a GPU
+    called = list[str]()
+    for backend in (TorchBackend, FlashAttentionBackend):
+        monkeypatch.setattr(backend, "attend", _noted(backend.attend, backend.name, called))
+    with caplog.at_level(logging.INFO):
+        attention = phases("torch", "flash_attn", max_decode_tokens=3)
+    assert [record.message for record in caplog.records] == ["attention: torch", "attention of prompts: flash_attn"]
+    ops = attention.bind(REFERENCE)
+    for lengths, expected in (([(40, 1), (0, 1)], "torch"), ([(40, 3), (9, 1)], "torch"), ([(40, 1), (0, 4)], "flash_attn")):
+        step = Step(lengths)
+        attention.begin_step(step.lengths)
+        out = ops.paged_attention(step.q, step.cache, step.batch, HOPPER.scale, HOPPER.softcap)
+        torch.testing.assert_close(out, paged_attention_device(step.q, step.cache, step.batch, HOPPER.scale, HOPPER.softcap))
+        assert called.pop() == expected and not called
+
+
+def _noted(attend, name, called):
+    return lambda *given, **options: called.append(name) or attend(*given, **options)
+
+
+def test_a_backend_of_prompts_that_cannot_is_refused_by_its_flag():
+    with pytest.raises(ConfigError, match=r"--prefill-attention-backend flash_attn: .* needs a CUDA device, not 'cpu'"):
+        phases("torch", "flash_attn")
+
+
+def test_one_backend_for_both_phases_chooses_nothing_in_a_step():
+    attention = phases("torch", "torch")
+    assert attention.decode is attention.prefill
+    assert attention.bind(REFERENCE).paged_attention is REFERENCE.paged_attention
+
+
+@pytest.mark.parametrize(
+    ("decode", "prefill", "expected"),
+    [
+        ("torch", "flashinfer", GraphSupport.UNIFORM_BATCH),
+        ("torch", "torch", GraphSupport.ALWAYS),
+        ("flashinfer", "torch", GraphSupport.NEVER),
+    ],
+)
+def test_a_backend_of_prompts_that_cannot_be_captured_leaves_decodes_their_graphs(
+    installed, monkeypatch, decode, prefill, expected
+):
+    installed("flashinfer")
+    monkeypatch.setattr(flashinfer.FlashInferBackend, "refusals", lambda needs: [])
+    assert phases(decode, prefill).graph_support == expected
+
+
 @pytest.mark.req("ATT-11")
 @pytest.mark.parametrize(
     ("needs", "reason"),
@@ -182,9 +241,6 @@ STEPS = {
     "mixed": Step([(20, 7), (33, 1), (0, 30), (16, 16)], pad_tokens=3),
     "window": Step([(20, 7), (100, 1), (90, 5)], window=18),
 }
-
-
-ON_CPU = replace(HOPPER, device="cpu", dtype=torch.float32, softcap=20.0)
 
 
 @pytest.mark.parametrize("step", STEPS.values(), ids=STEPS)

@@ -17,8 +17,9 @@ import msgspec
 import numpy as np
 import torch
 
-from penstock.engine.attention.backends.interface import AttentionBackend, AttentionNeeds
-from penstock.engine.attention.backends.registry import choose_backend
+from penstock.engine.attention.backends.interface import AttentionNeeds
+from penstock.engine.attention.backends.phases import AttentionPhases
+from penstock.engine.attention.backends.registry import choose_attention
 from penstock.engine.attention.pages import plane_views
 from penstock.engine.cache.layout import KVLayout, kv_layout
 from penstock.engine.cache.pages import PageGeometry, PageIdentity, kv_dtypes
@@ -268,10 +269,14 @@ class RunnerBase(Turns[Runtime, Step, Sampled]):
             fill(self.draft_model, source, self._dtype, self._uploader())
             self.draft_model.finish()
 
-    def _choose_attention(self, config: DecoderConfig) -> AttentionBackend:
+    def _choose_attention(self, config: DecoderConfig) -> AttentionPhases:
         """For the layers of a model, for good."""
-        needs = self._attention_needs(config)
-        return choose_backend(needs, self.config.attention_backend)(needs)
+        asked, prefill = self.config.attention_backend, self.config.prefill_attention_backend
+        return choose_attention(self._attention_needs(config), asked, prefill, self._max_decode_tokens)
+
+    @property
+    def _max_decode_tokens(self) -> int:
+        return 1 + self.config.scheduler.num_speculative_tokens
 
     def _attention_needs(self, config: DecoderConfig) -> AttentionNeeds:
         scheduler, device = self.config.scheduler, self._device

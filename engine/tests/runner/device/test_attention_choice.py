@@ -11,6 +11,7 @@ import torch
 from device_runners import FORMS
 
 from penstock.engine.attention.backends.flashinfer import FlashInferBackend
+from penstock.engine.attention.backends.phases import AttentionPhases
 from penstock.engine.config import ConfigError
 from penstock.engine.runner import base
 from penstock.engine.runner.model_runner import ModelRunner
@@ -33,14 +34,14 @@ def play(driver, runner) -> list[list[int]]:
 
 @pytest.mark.req("ATT-02")
 def test_attention_is_chosen_once(checkpoint, build_runner, driver, monkeypatch):
-    choices, choose = [], base.choose_backend
-    monkeypatch.setattr(base, "choose_backend", lambda *asked: choices.append(asked) or choose(*asked))
+    choices, choose = [], base.choose_attention
+    monkeypatch.setattr(base, "choose_attention", lambda *asked: choices.append(asked) or choose(*asked))
     runner = build_runner(checkpoint("llama"))
     bound = runner.ops.paged_attention
     play(driver, runner)
-    [(needs, forced)] = choices
-    assert (needs.device, needs.head_size, forced) == ("cpu", runner.decoder_config.head_size, None)
-    assert runner.attention.name == "torch"
+    [(needs, *asked)] = choices
+    assert (needs.device, needs.head_size, asked) == ("cpu", runner.decoder_config.head_size, [None, None, 1])
+    assert runner.attention.decode.name == "torch"
     assert runner.ops.paged_attention is bound
 
 
@@ -65,7 +66,10 @@ def test_a_library_that_plans_on_the_host_is_told_each_steps_lengths(
     monkeypatch.setitem(sys.modules, "flashinfer", None)  # noted, so that the import below is forgotten at the end
     monkeypatch.delitem(sys.modules, "flashinfer")
     runner = build_device_runner(checkpoint("gemma3"))
-    assert runner.attention.needs.dtype == torch.float32
-    runner.attention = FlashInferBackend(runner.attention.needs)
-    runner.ops = runner.attention.bind(runner.ops)
-    assert play(driver, runner) == play(driver, loaded("gemma3"))
+    torch_backend = runner.attention.decode
+    assert torch_backend.needs.dtype == torch.float32
+    library = FlashInferBackend(torch_backend.needs)
+    for decode in (library, torch_backend):
+        runner.attention = AttentionPhases(decode, library, 1)
+        runner.ops = runner.attention.bind(runner.ops)
+        assert play(driver, runner) == play(driver, loaded("gemma3"))

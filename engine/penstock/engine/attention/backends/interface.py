@@ -2,7 +2,7 @@
 
 A backend has three parts. `refusals` and `graph_support` say, of a model's layers on a device, whether and how they can be
 served, from facts alone. What a library wants beside a `DeviceBatch` is built when the first layer of a step asks for it
-(`StepMetadata`). `attend` is what every layer calls; it goes into `Ops`, so that nothing is chosen in a step.
+(`StepMetadata`). `attend` is what every layer calls; `AttentionPhases` puts it into `Ops`.
 
 All read the cache as it is, [blocks, 2, kv_heads, block_size, row], which others call HND; those that want heads after tokens get
 a transposed view.

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from penstock.engine.attention.backends.interface import AttentionBackend, StepLengths
+from penstock.engine.attention.backends.interface import StepLengths
+from penstock.engine.attention.backends.phases import AttentionPhases
 from penstock.engine.attention.context import GroupInputs
 from penstock.engine.cache.layout import KVGroup
 from penstock.engine.core.plan import NONE, Int32
@@ -36,7 +37,7 @@ class DeviceArrays(StepArrays):
         groups: Sequence[KVGroup],
         runtime: Copies,
         block_tables: torch.Tensor,
-        attention: AttentionBackend,
+        attention: AttentionPhases,
     ) -> None:
         super().__init__(max_num_tokens, max_num_seqs, max_model_len, groups, max_num_seqs)
         self._runtime, self._block_tables, self._attention = runtime, block_tables, attention

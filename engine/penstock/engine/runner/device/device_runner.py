@@ -150,8 +150,8 @@ class DeviceRunner(RunnerBase[DeviceRuntime, LaunchedStep, Pending]):
         tokens = len(self.buffers.inputs.input_ids)
         self._states = states_of_target(self._drafter, tokens, self._dtype, self.runtime.device)
         graphs, most, lora = self.config.graphs, self.config.scheduler.max_num_seqs, self.config.lora is not None
-        length = 1 + self.config.scheduler.num_speculative_tokens
-        mode, why = effective_mode(graphs.mode, self.attention.graph_support(self.attention.needs), length)
+        length = self._max_decode_tokens
+        mode, why = effective_mode(graphs.mode, self.attention.graph_support, length)
         if why is not None:
             log.warning("--cudagraph-mode %s becomes %s: %s", graphs.mode, mode, why)
         self._capturable = CapturableStep(_Tapped(self), self.program, self._staging, self.sampler, self.runtime)

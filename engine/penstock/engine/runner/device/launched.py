@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import torch
 
-from penstock.engine.attention.backends.interface import AttentionBackend
+from penstock.engine.attention.backends.phases import AttentionPhases
 from penstock.engine.core.plan import GraphStep, Int32, StepPlan
 from penstock.engine.runner.device.drafts import StepDrafts
 from penstock.engine.runner.device.graphs.descriptor import GraphMode
@@ -30,7 +30,7 @@ class Parts(NamedTuple):
     results: torch.Tensor
     """The program's results on the host: pinned, of the same shape."""
     loaded: Loaded
-    attention: AttentionBackend
+    attention: AttentionPhases
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from penstock.engine.attention.backends.interface import AttentionBackend, StepLengths
+from penstock.engine.attention.backends.interface import StepLengths
+from penstock.engine.attention.backends.phases import AttentionPhases
 from penstock.engine.core.plan import Int32, StepPlan
 from penstock.engine.runner.device.graphs.step import Loaded
 from penstock.engine.runner.device.program import StepProgram, StepShape
@@ -22,7 +23,7 @@ def rerun(
     runtime: DeviceRuntime,
     program: StepProgram,
     loaded: Loaded,
-    attention: AttentionBackend,
+    attention: AttentionPhases,
     plan: StepPlan,
     starts: Int32,
     at: list[int],

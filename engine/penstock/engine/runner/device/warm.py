@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from penstock.engine.attention.backends.interface import AttentionBackend
+from penstock.engine.attention.backends.phases import AttentionPhases
 from penstock.engine.attention.backends.triton import TritonBackend
 from penstock.engine.config import ConfigError, EngineConfig
 from penstock.engine.loading.loader import Source
@@ -129,14 +129,15 @@ class MetaRunner(DeviceRunner):
         # Those of a GPU, which only sees shapes: nothing asks whether one is there.
         self._given = DeviceForms(triton_ops(self._dtype), triton_step_ops(), sampling_ops(torch.device("cuda")))
 
-    def _choose_attention(self, config: DecoderConfig) -> AttentionBackend:
+    def _choose_attention(self, config: DecoderConfig) -> AttentionPhases:
         """The one whose kernels are compiled here."""
         asked, needs = self.config.attention_backend, self._attention_needs(config)
         if asked not in (None, TritonBackend.name):
             raise ConfigError(f"--attention-backend {asked} brings kernels of its own: those of triton alone are compiled ahead")
         if reasons := TritonBackend.refusals(replace(needs, device="cuda", capability=self._capability)):
             raise ConfigError(f"no kernels for this model's attention: {', '.join(reasons)}")
-        return TritonBackend(needs)
+        backend = TritonBackend(needs)
+        return AttentionPhases(backend, backend, self._max_decode_tokens)
 
     def _fill(self, source: Source) -> None:
         """Nothing but the forms that weights take."""
