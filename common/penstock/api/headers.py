@@ -59,8 +59,9 @@ TIMEOUT: Final = "x-penstock-timeout-ms"
 ends with a retriable 503, one that runs with 504."""
 
 DATA_PARALLEL_RANK: Final = "x-data-parallel-rank"
-"""Request header, by vLLM's name: which of a replica's data-parallel ranks is to run the request. An answer has it too where the
-request named a rank; the load report beside it is that rank's own. The picker sets it; it is removed from what clients send."""
+"""Request header, by vLLM's name: which of a replica's data-parallel ranks is to run the request. The answer has the rank that
+has run it. The load report beside it is that rank's own where the request named it, and else that of all ranks together. The
+picker sets it; it is removed from what clients send."""
 
 # --- ORCA load reports ---
 LOAD_FORMAT: Final = "endpoint-load-metrics-format"

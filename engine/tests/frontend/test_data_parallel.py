@@ -183,16 +183,26 @@ def _check_ports_and_load(server: Server) -> None:
 
 
 def _check_report_on_answers(server: Server) -> None:
-    """The load report on an answer is of all ranks, or of the one that the request has named; that one is named again."""
+    """The load report on an answer is of all ranks, or of the one that the request has named. The one that ran it is named."""
 
-    def asked(**headers: str) -> tuple[str | None, int]:
-        request = urllib.request.Request(f"{server.url}/health", headers={"endpoint-load-metrics-format": "JSON", **headers})
-        with urllib.request.urlopen(request, timeout=60) as answer:
+    def asked(path: str = "/health", body: Any = None, **headers: str) -> tuple[str | None, int]:
+        data = None if body is None else json.dumps(body).encode()
+        headers = {"endpoint-load-metrics-format": "JSON", "content-type": "application/json", **headers}
+        with urllib.request.urlopen(urllib.request.Request(server.url + path, data, headers), timeout=60) as answer:
             report = load_report.decode(answer.headers["endpoint-load-metrics"])
             return answer.headers["x-data-parallel-rank"], report.max_num_seqs
 
     assert asked() == (None, 512)
     assert asked(**{"X-data-parallel-rank": "1"}) == ("1", 256)
+    body = {"model": "tiny", "prompt": "the river", "max_tokens": 2}
+    before, ran = finished(server), Counter[str | None]()
+    for stream in (True, False) * 4:
+        rank, seqs = asked("/v1/completions", {**body, "stream": stream})
+        ran[rank] += 1
+        assert seqs == 512
+    assert finished(server) - before == ran and len(ran) == 2
+    status, told = post(server, "/v1/completions", body, **{"x-data-parallel-rank": "1", "x-penstock-timeline": "true"})
+    assert status == 200 and [it["data_parallel_rank"] for it in told["timeline"]] == [1]
 
 
 def _check_commands(server: Server) -> None:

@@ -4,7 +4,7 @@ import asyncio
 import base64
 import json
 import shutil
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -313,7 +313,7 @@ class Site:
 async def site(tokenizer_files: Path) -> AsyncIterator[Callable[..., Awaitable[Site]]]:
     closers: list[Callable[[], Awaitable[Any]]] = []
 
-    async def start(pooling: PoolingConfig, max_num_waiting: int = 1024) -> Site:
+    async def start(pooling: PoolingConfig, max_num_waiting: int = 1024, others: Sequence[FakeCore] = ()) -> Site:
         core = FakeCore()
         config = ModelConfig(
             path=tokenizer_files,
@@ -325,7 +325,7 @@ async def site(tokenizer_files: Path) -> AsyncIterator[Callable[..., Awaitable[S
             pooling=pooling,
         )
         bundle = PromptBundle.from_checkpoint(tokenizer_files, served_names=("m",), block_size=4, hash_seed="s", max_model_len=64)
-        llm = AsyncLLM(core, config, PromptProcessor(bundle), max_num_waiting=max_num_waiting)
+        llm = AsyncLLM([core, *others], config, PromptProcessor(bundle), max_num_waiting=max_num_waiting)
         runner = ApiServer(llm).runner(shutdown_timeout=0.2)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
@@ -400,3 +400,15 @@ async def test_no_more_inputs_are_sent_at_once_than_the_queue_takes(site: Any, m
     assert [entry["embedding"][0] for entry in body["data"]] == [request.index for request in served.core.added]
     assert [request.prompt_token_ids for request in served.core.added] == [[5], [6], [7]]
     assert answer.headers["x-request-id"] == served.core.added[0].request_id == "mine"
+
+
+async def test_all_inputs_run_on_one_data_parallel_rank_which_the_answer_names(site: Any) -> None:
+    other = FakeCore()
+    served = await site(RAW, 1, [other])
+    body = {"model": "m", "input": [[5], [6], [7]]}
+    task = asyncio.create_task(served.http.post("/v1/embeddings", json=body))
+    for done in (2, 3):
+        indexes = (await served.added(done))[done - 2 :]
+        served.core.say(vectors({index: [1.0, 0.0, 0.0] for index in indexes}))
+    answer = await task
+    assert answer.status == 200 and answer.headers["x-data-parallel-rank"] == "0" and not other.added

@@ -77,6 +77,20 @@ async def test_a_booking_follows_to_the_same_rank_of_the_process_that_answered(w
     assert 30 not in running(world, ranks), "a report that names no rank is of all of them"
 
 
+async def test_a_report_is_of_all_ranks_where_the_request_named_none(world: Any, ranks: list[Replica]) -> None:
+    """A process without ranks was picked, and another one answered in its place. The answer names the rank all the same."""
+    undivided = msgspec.structs.replace(ranks[0], rank=None)
+    world.fleet(undivided, *ranks[2:])
+    await world.until(lambda: world.state.reports.get(key_of(undivided)))
+    stream = world.stream()
+    answer = await stream.ask(world.completion(stream=True))
+    assert world.destinations(answer)[0] == undivided.endpoint, "it has less to do"
+    told = load_report.encode(LoadReport(epoch=1, seq=9, num_requests_running=30), "TEXT")
+    await stream.respond(served=ranks[3].endpoint, **STREAMS, **{headers.LOAD: told, headers.DATA_PARALLEL_RANK: "1"})
+    assert world.state.bookings.count(key_of(ranks[3])) == 1
+    assert running(world, ranks[2:]) == [10, 11]
+
+
 async def test_a_client_names_no_rank_of_an_undivided_replica(world: Any) -> None:
     await world.ready()
     answer = await world.stream().ask(world.completion(), **{headers.DATA_PARALLEL_RANK: "5"})

@@ -476,7 +476,7 @@ class AsyncLLM:
                         lends=spec.lends,
                     )
                 )
-        return Generation(choices, spec.n, spec.stream, spec.arrival, spec.image_tokens), adds
+        return Generation(choices, spec.n, spec.stream, spec.arrival, spec.image_tokens, rank.rank), adds
 
     def _lora_id_on(self, rank: CoreLink, lora_id: int) -> int:
         """A rank's number of an adapter that the first rank numbers so: each counts what it has loaded by itself."""

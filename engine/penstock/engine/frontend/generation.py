@@ -219,12 +219,14 @@ class Generation:
         stream: Whether the handler wants to know of every token, or of the end alone.
         arrival: Unix time in seconds.
         image_tokens: Of the prompt.
+        rank: The data-parallel rank that runs it.
     """
 
-    __slots__ = ("_error", "_follower", "_image_tokens", "_n", "_stream", "_wake", "arrival", "choices")
+    __slots__ = ("_error", "_follower", "_image_tokens", "_n", "_stream", "_wake", "arrival", "choices", "rank")
 
-    def __init__(self, choices: list[Choice], n: int, stream: bool, arrival: float, image_tokens: int = 0) -> None:
+    def __init__(self, choices: list[Choice], n: int, stream: bool, arrival: float, image_tokens: int = 0, rank: int = 0) -> None:
         self.choices = choices
+        self.rank = rank
         self._image_tokens = image_tokens
         self.arrival = arrival
         self._n = n

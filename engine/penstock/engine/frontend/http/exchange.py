@@ -32,6 +32,8 @@ REQUEST_ID_KEY = web.RequestKey("request_id", str)
 """The request's name in events and logs: the client's, or one that the server has drawn."""
 RANK_KEY = web.RequestKey("data_parallel_rank", int)
 """The data-parallel rank that a request has named."""
+PICKED_KEY = web.RequestKey("picked_rank", int)
+"""The data-parallel rank that runs a request."""
 
 
 async def read_json(request: web.Request) -> bytes:

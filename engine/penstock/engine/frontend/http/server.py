@@ -14,7 +14,7 @@ from penstock.engine.frontend.data_parallel import header_rank
 from penstock.engine.frontend.errors import ApiError, internal_error
 from penstock.engine.frontend.http.connection import Runner
 from penstock.engine.frontend.http.cors import Cors
-from penstock.engine.frontend.http.exchange import MAX_BODY_BYTES, RANK_KEY, REQUEST_ID_KEY, Active, header_request_id
+from penstock.engine.frontend.http.exchange import MAX_BODY_BYTES, PICKED_KEY, RANK_KEY, REQUEST_ID_KEY, Active, header_request_id
 from penstock.engine.frontend.http.keys import ApiKeys
 from penstock.engine.frontend.http.prefill import Prefill
 from penstock.engine.frontend.http.routes.adapters import AdapterRoutes
@@ -145,8 +145,10 @@ class ApiServer:
         if (request_id := request.get(REQUEST_ID_KEY)) is not None:
             response.headers[REQUEST_ID] = request_id
         request.app[_CORS_KEY].add_headers(request, response)
-        if (rank := request.get(RANK_KEY)) is not None:
-            response.headers[DATA_PARALLEL_RANK] = str(rank)
+        rank = request.get(RANK_KEY)
+        ran = request.get(PICKED_KEY, rank) if len(self._llm.ranks) > 1 else rank
+        if ran is not None:
+            response.headers[DATA_PARALLEL_RANK] = str(ran)
         if form := request.get(_LOAD_FORMAT_KEY):
             report = self._llm.load if rank is None else self._llm.ranks[rank].load
             if report is not None:

@@ -66,6 +66,7 @@ def timeline(generation: Generation) -> list[dict[str, Any]]:
     return [
         {
             "index": choice.number,
+            "data_parallel_rank": generation.rank,
             "prompt_tokens": choice.prompt_tokens,
             "cached_tokens": choice.cached_tokens,
             "completion_tokens": choice.num_tokens,

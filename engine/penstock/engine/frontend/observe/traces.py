@@ -95,6 +95,7 @@ def _attributes(operation: str, model: str, spec: GenerationSpec, generation: Ge
         "gen_ai.usage.input_tokens": usage.prompt_tokens,
         "gen_ai.usage.output_tokens": usage.completion_tokens,
         "penstock.usage.cached_tokens": usage.cached_tokens,
+        "penstock.data_parallel_rank": generation.rank,
         "gen_ai.response.finish_reasons": [choice.finish_reason or "aborted" for choice in generation.choices],
         **times,
     }

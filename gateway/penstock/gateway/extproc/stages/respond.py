@@ -37,14 +37,15 @@ class Respond:
             return []
         if routed.prefill_booking is not None:  # what it computed has arrived
             state.bookings.release(routed.prefill_booking, "prefilled")
-        served = self._served(head, booking.key.rank)
+        asked = booking.key.rank
+        served = self._served(head, asked)
         # Somebody else's words would be taken for the pick's.
         stranger = bool(head.served) and served is None
         if served is not None and served != booking.key:
             state.unreachable(booking.key, now)
             state.bookings.move(booking, served)
         key = served or booking.key  # a booking that has ended, since its replica is gone, stays where it was
-        report = None if stranger else self._report(key, head)
+        report = None if stranger or (asked is None and key.rank is not None) else self._report(key, head)
         # Reports of others' engines have no number of their own: the next one asked for includes this request.
         ours = report is not None and state.engine(key) == "penstock"
         good = status.startswith("2")

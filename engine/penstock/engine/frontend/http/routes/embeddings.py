@@ -11,7 +11,16 @@ from aiohttp import web
 from penstock.engine.core.plan import Float32
 from penstock.engine.frontend.async_llm import AsyncLLM
 from penstock.engine.frontend.generation import Generation
-from penstock.engine.frontend.http.exchange import RANK_KEY, REQUEST_ID_KEY, Active, deadline, name_request, priority, tenant
+from penstock.engine.frontend.http.exchange import (
+    PICKED_KEY,
+    RANK_KEY,
+    REQUEST_ID_KEY,
+    Active,
+    deadline,
+    name_request,
+    priority,
+    tenant,
+)
 from penstock.engine.frontend.http.intake import Intake
 from penstock.engine.frontend.observe.traces import Traces
 from penstock.engine.frontend.openai.embeddings import (
@@ -82,11 +91,12 @@ class EmbeddingRoutes:
             tenant=tenant(request),
             granted_priority=priority(request),
             deadline=deadline(request, arrival),
-            data_parallel_rank=request.get(RANK_KEY),
+            data_parallel_rank=request.get(PICKED_KEY, request.get(RANK_KEY)),  # all prompts run on the rank of the first ones
         )
 
     async def _pooled(self, request: web.Request, spec: GenerationSpec) -> list[Float32]:
         async with self._llm.running(spec) as generation, self._watching(request, spec, generation):
+            request[PICKED_KEY] = generation.rank
             return await generation.pooled()
 
     def _watching(self, request: web.Request, spec: GenerationSpec, generation: Generation) -> AbstractAsyncContextManager[None]:

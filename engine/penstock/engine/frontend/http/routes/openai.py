@@ -9,7 +9,7 @@ from aiohttp import web
 
 from penstock.engine.frontend.async_llm import AsyncLLM
 from penstock.engine.frontend.generation import Generation
-from penstock.engine.frontend.http.exchange import Active, json_response, name_request
+from penstock.engine.frontend.http.exchange import PICKED_KEY, Active, json_response, name_request
 from penstock.engine.frontend.http.intake import Intake
 from penstock.engine.frontend.http.prefill import Prefill
 from penstock.engine.frontend.http.streaming import stream
@@ -132,6 +132,7 @@ class OpenAIRoutes:
         tell_timeline = wants_timeline(request)
         spec = await self._prefill.computed(request, spec)
         async with self._llm.running(spec) as generation, self._watching(request, spec, generation):
+            request[PICKED_KEY] = generation.rank
             if spec.stream:
                 response = await stream(request, generation, answer)
             else:
