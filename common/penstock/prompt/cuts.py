@@ -5,7 +5,7 @@ Two kinds of places are proven; others are not used.
 **Before an added token** (`<|im_start|>`), for every tokenizer of the library: added tokens are found first, leftmost and
 longest, and what stands between them goes through normalizer, pre-tokenizer and model by itself. That needs a token that no
 longer added token can begin before and run into, that does not reach over spaces to its left, and none that looks at its
-neighbours.
+neighbours. **After** it as well, where no other added token begins with it, and it does not reach over spaces to its right.
 
 **Between a letter and a space, a line feed or a Chinese full stop or comma**, for byte-level BPE: the pre-tokenizer's patterns
 match from left to right without looking back; where every alternative of a pattern ends at such a place once it has taken the
@@ -73,7 +73,9 @@ class Cutter:
             self._words, self._tokens = False, None
         self.by_words = self._words and not any(_SPACED.search(token["content"]) or token.get("rstrip") for token in added)
         """Whether texts may be cut before every space that follows a visible character of ASCII, too: no alternative takes a
-        space after such a one."""
+        space after such a one. And on both sides of each of `apart`."""
+        self.apart = _apart(names, added)
+        """Added tokens, which are that wherever they stand."""
 
     def pieces(self, text: str) -> list[str]:
         """The pieces of `text`, in order. Where two texts begin alike, so do their pieces, but for the last of the shorter."""
@@ -104,6 +106,12 @@ def _cut_tokens(added: list[dict[str, Any]]) -> list[str]:
     raw = [token["content"] for token in added if not token.get("normalized")]
     cut = [t["content"] for t in added if not t.get("normalized") and not t.get("lstrip") and t["content"]]
     return sorted((name for name in cut if not any(_runs_into(other, name) for other in raw)), key=len, reverse=True)
+
+
+def _apart(names: list[str], added: list[dict[str, Any]]) -> list[str]:
+    """Those of `names` after which a text may be cut as well."""
+    raw = {token["content"]: bool(token.get("rstrip")) for token in added if not token.get("normalized")}
+    return [name for name in names if not raw[name] and not any(other != name and other.startswith(name) for other in raw)]
 
 
 def _runs_into(other: str, name: str) -> bool:

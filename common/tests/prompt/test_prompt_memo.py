@@ -362,6 +362,14 @@ def test_tokens_that_run_into_each_other_are_no_places_for_cuts() -> None:
     assert cutter._tokens.search("<|a<|b")
 
 
+def test_which_tokens_texts_may_be_cut_after() -> None:
+    added = [AddedToken(name, normalized=False) for name in ("<|a|>x", "<|a|>")]
+    added += [AddedToken("<|b|>", rstrip=True, normalized=False), AddedToken("<|c|>", lstrip=True, normalized=False)]
+    cutter = Cutter(byte_level(split(LLAMA3), added=tuple(added)).to_str())
+    assert {"<|a|>x", "<|end|>"} <= set(cutter.apart)
+    assert not {"<|a|>", "<|b|>", "<|c|>"} & set(cutter.apart)
+
+
 def test_the_demo_models_tokenizer_is_cut() -> None:
     folder = Path(__file__).parents[3] / "examples" / "models" / "penstock-tiny"
     cutter = Cutter((folder / "tokenizer.json").read_text())

@@ -1,7 +1,10 @@
-//! Where the words of a text end: before a space that follows anything but a space, or a line feed that follows a letter.
+//! Where the words of a text end: before a space that follows anything but a space, or a line feed that follows a letter, and on both
+//! sides of added tokens.
 //! `penstock.prompt.cuts` has the proof that the tokens of the words are those of the text.
 
 use std::ops::Range;
+
+use aho_corasick::{AhoCorasick, BuildError, FindIter, MatchKind};
 
 /// Letters beyond ASCII after which a word may end, as in `penstock.prompt.cuts`.
 const LETTERS: [(char, char); 6] = [('а', 'я'), ('А', 'Я'), ('ぁ', 'ゖ'), ('ァ', 'ヺ'), ('一', '鿿'), ('가', '힣')];
@@ -9,8 +12,65 @@ const LETTERS: [(char, char); 6] = [('а', 'я'), ('А', 'Я'), ('ぁ', 'ゖ'), 
 const BLOCK: usize = u64::BITS as usize;
 const ONES: u64 = u64::MAX / 0xff;
 
-/// The words of a text, in order.
-pub struct Cuts<'a> {
+/// Texts that are words wherever they stand.
+pub struct Apart(AhoCorasick);
+
+impl Apart {
+    pub fn new(texts: &[String]) -> Result<Self, BuildError> {
+        AhoCorasick::builder().match_kind(MatchKind::LeftmostLongest).build(texts).map(Apart)
+    }
+
+    /// The words of a piece of a text, in order.
+    pub fn words<'a, 'p>(&'p self, piece: &'a str) -> PieceWords<'a, 'p> {
+        let found = self.0.find_iter(piece);
+        let mut words = PieceWords { piece, base: 0, at: 0, cuts: Cuts::of(""), next: None, found };
+        words.open(0);
+        words
+    }
+}
+
+/// See `Apart::words`.
+pub struct PieceWords<'a, 'p> {
+    piece: &'a str,
+    /// Where the part of the piece begins that `cuts` goes through.
+    base: usize,
+    /// Where the next word begins.
+    at: usize,
+    cuts: Cuts<'a>,
+    /// The text apart that ends that part, and those that follow it.
+    next: Option<Range<usize>>,
+    found: FindIter<'p, 'a>,
+}
+
+impl<'a> PieceWords<'a, '_> {
+    /// What is left of the piece.
+    pub fn rest(&self) -> &'a str {
+        &self.piece[self.at..]
+    }
+
+    fn open(&mut self, base: usize) {
+        self.next = self.found.next().map(|found| found.range());
+        let end = self.next.as_ref().map_or(self.piece.len(), |next| next.start);
+        (self.base, self.at, self.cuts) = (base, base, Cuts::of(&self.piece[base..end]));
+    }
+}
+
+impl<'a> Iterator for PieceWords<'a, '_> {
+    type Item = &'a str;
+
+    fn next(&mut self) -> Option<&'a str> {
+        if let Some(word) = self.cuts.next() {
+            self.at = self.base + word.end;
+            return Some(&self.piece[self.base + word.start..self.at]);
+        }
+        let apart = self.next.take()?;
+        self.open(apart.end);
+        Some(&self.piece[apart])
+    }
+}
+
+/// The words of a text without texts apart, in order.
+struct Cuts<'a> {
     text: &'a str,
     /// Where the next word begins.
     start: usize,
@@ -20,7 +80,7 @@ pub struct Cuts<'a> {
 }
 
 impl<'a> Cuts<'a> {
-    pub fn of(text: &'a str) -> Self {
+    fn of(text: &'a str) -> Self {
         Cuts { text, start: 0, marks: 0, seen: 0 }
     }
 
@@ -96,6 +156,19 @@ mod tests {
         assert_eq!(words("caf\u{e9} au 1\n2"), ["caf\u{e9} au", " 1\n2"]);
         assert_eq!(words(" x\n"), [" x", "\n"]);
         assert!(words("").is_empty());
+    }
+
+    #[test]
+    fn texts_apart_are_words_wherever_they_stand() {
+        let apart = Apart::new(&["<a>", "<a><b>", "</s>"].map(String::from)).unwrap();
+        let text = "<a>one<a><b>two three<b></s>\n</s><a>";
+        let mut words = apart.words(text);
+        let mut rest = text;
+        for word in ["<a>", "one", "<a><b>", "two", " three<b>", "</s>", "\n", "</s>", "<a>"] {
+            assert_eq!((words.rest(), words.next()), (rest, Some(word)));
+            rest = &rest[word.len()..];
+        }
+        assert_eq!((words.rest(), words.next(), words.next()), ("", None, None));
     }
 
     #[test]

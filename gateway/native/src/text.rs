@@ -6,6 +6,7 @@ use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyString};
 
+use crate::cuts::Apart;
 use crate::hashing::chain;
 use crate::words::{Asked, Words};
 
@@ -22,18 +23,20 @@ type Hashed<'py> = (usize, Bound<'py, PyBytes>, Vec<u32>);
 #[pyclass(frozen)]
 pub struct TextHasher {
     block_size: usize,
+    apart: Apart,
     words: Mutex<Words>,
 }
 
 #[pymethods]
 impl TextHasher {
-    /// `block_size` is in tokens.
+    /// `block_size` is in tokens; the texts in `apart` are words wherever they stand.
     #[new]
-    fn new(block_size: usize) -> PyResult<Self> {
+    fn new(block_size: usize, apart: Vec<String>) -> PyResult<Self> {
         if block_size == 0 {
             return Err(PyValueError::new_err("a block has no tokens"));
         }
-        Ok(TextHasher { block_size, words: Mutex::new(Words::new(MOST_WORDS, MOST_LONG_BYTES)) })
+        let apart = Apart::new(&apart).map_err(|error| PyValueError::new_err(error.to_string()))?;
+        Ok(TextHasher { block_size, apart, words: Mutex::new(Words::new(MOST_WORDS, MOST_LONG_BYTES)) })
     }
 
     /// See `penstock.gateway.picker.compiled.TextHasher`. Other threads run meanwhile, but for `encode`.
@@ -72,7 +75,7 @@ impl TextHasher {
         let (reads, asked) = py.detach(|| {
             let mut words = self.words.lock().unwrap_or_else(PoisonError::into_inner);
             let mut asked = Asked::default();
-            let reads: Vec<_> = texts.iter().map(|text| words.read(text, &mut asked)).collect();
+            let reads: Vec<_> = texts.iter().map(|text| words.read(self.apart.words(text), &mut asked)).collect();
             (reads, asked)
         });
         let found = if asked.texts.is_empty() { Vec::new() } else { answers(encode, &asked.texts)? };

@@ -7,7 +7,7 @@ use std::hash::BuildHasher;
 
 use hashbrown::{DefaultHashBuilder, HashMap, HashTable};
 
-use crate::cuts::Cuts;
+use crate::cuts::PieceWords;
 
 /// Bytes of the longest word that is remembered.
 const LONGEST: usize = 256;
@@ -148,23 +148,24 @@ impl Words {
         Words { most, most_long, hasher, young, old }
     }
 
-    /// Reads a piece; adds to `asked` what is not remembered of it.
-    pub fn read<'a>(&mut self, piece: &'a str, asked: &mut Asked<'a>) -> Read {
-        let mut read = Read { ids: Vec::with_capacity(piece.len() / 2), gaps: Vec::new() };
-        for word in Cuts::of(piece) {
-            if self.known(&piece.as_bytes()[word.clone()], &mut read.ids) {
+    /// Reads a piece by its words; adds to `asked` what is not remembered of it.
+    pub fn read<'a>(&mut self, mut words: PieceWords<'a, '_>, asked: &mut Asked<'a>) -> Read {
+        let mut read = Read { ids: Vec::with_capacity(words.rest().len() / 2), gaps: Vec::new() };
+        loop {
+            let rest = words.rest();
+            let Some(word) = words.next() else { return read };
+            if self.known(word.as_bytes(), &mut read.ids) {
                 continue;
             }
             if asked.texts.len() < MOST_ASKED {
-                read.gaps.push((read.ids.len(), asked.word(&piece[word])));
-            } else if let Some(&which) = asked.words.get(&piece[word.clone()]) {
+                read.gaps.push((read.ids.len(), asked.word(word)));
+            } else if let Some(&which) = asked.words.get(word) {
                 read.gaps.push((read.ids.len(), which));
             } else {
-                read.gaps.push((read.ids.len(), asked.text(&piece[word.start..])));
-                break;
+                read.gaps.push((read.ids.len(), asked.text(rest)));
+                return read;
             }
         }
-        read
     }
 
     /// Remembers the words among what was asked for.
@@ -207,6 +208,11 @@ fn numbers(ids: &[u8]) -> impl Iterator<Item = u32> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::cuts::Apart;
+
+    fn read<'a>(memo: &mut Words, text: &'a str, asked: &mut Asked<'a>) -> Read {
+        memo.read(Apart::new(&[]).unwrap().words(text), asked)
+    }
 
     fn known(memo: &mut Words, text: &str) -> Option<Vec<u32>> {
         let mut ids = Vec::new();
@@ -237,7 +243,7 @@ mod tests {
         let ids = |length: usize| -> Vec<u32> { (0..length % 40).map(|at| u32::MAX - (at * length) as u32).collect() };
         for word in &words {
             let mut asked = Asked::default();
-            memo.read(word, &mut asked);
+            read(&mut memo, word, &mut asked);
             assert_eq!(asked.texts, [word]);
             memo.learn(&asked, &[ids(word.len())]);
         }
@@ -245,7 +251,7 @@ mod tests {
             assert_eq!(known(&mut memo, word), Some(ids(word.len())));
         }
         let (long, mut asked) = ("a".repeat(LONGEST + 1), Asked::default());
-        memo.read(&long, &mut asked);
+        read(&mut memo, &long, &mut asked);
         memo.learn(&asked, &[vec![1]]);
         assert_eq!(known(&mut memo, &long), None);
     }
@@ -254,14 +260,14 @@ mod tests {
     fn the_rest_of_a_long_piece_is_asked_for_as_one() {
         let text = (0..200).map(|n| format!(" word{n}x")).collect::<String>();
         let (mut memo, mut asked) = (Words::new(1000, 1 << 20), Asked::default());
-        let read = memo.read(&text, &mut asked);
+        let of_text = read(&mut memo, &text, &mut asked);
         assert_eq!(asked.texts.len(), MOST_ASKED + 1);
         let answers: Vec<Vec<u32>> = asked.texts.iter().map(|text| text.bytes().map(u32::from).collect()).collect();
         memo.learn(&asked, &answers);
-        assert_eq!(read.filled(&answers), Some(text.bytes().map(u32::from).collect()));
+        assert_eq!(of_text.filled(&answers), Some(text.bytes().map(u32::from).collect()));
         assert!(Read { ids: vec![], gaps: vec![(0, 1)] }.filled(&[]).is_none());
         let mut again = Asked::default();
-        memo.read(&text, &mut again);
+        read(&mut memo, &text, &mut again);
         assert_eq!(again.texts[0], " word64x");
     }
 }

@@ -78,11 +78,12 @@ def words() -> Tokenizer:
 def processors_by_kind() -> dict[str, PromptProcessor]:
     spaced = AddedToken("<mask> x", normalized=False)
     eats = AddedToken("</b>", rstrip=True, normalized=False)
+    longer = AddedToken("<|end|>x", normalized=False)
     left = AddedToken("</b>", lstrip=True, normalized=False)
     kinds = {
         "gpt2": byte_level(added=(left,)),
         "llama3": with_ends(byte_level(LLAMA3)),
-        "qwen": byte_level(LLAMA3.replace("{1,3}", ""), normalizer=normalizers.NFC()),
+        "qwen": byte_level(LLAMA3.replace("{1,3}", ""), normalizer=normalizers.NFC(), added=(longer,)),
         "o200k": byte_level(O200K, added=tuple(AddedToken("\n" * n, normalized=False) for n in (2, 3))),
         "deepseek": byte_level(*DEEPSEEK),
         "a token with a space": byte_level(LLAMA3, added=(spaced,)),
@@ -158,8 +159,10 @@ def test_words_are_asked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert asked == [["the", " river,", " the", " mill"], [" mill,", " river"], ["river,"]]
     body = {"messages": [{"role": "user", "content": "the mill " * 3}]}
     [chat] = memo.hashed(CHAT_PATH, body, ExtraKeys())
-    assert asked[3:] == [[" <|end|>"]]
+    assert asked[3:] == [[" ", "<|end|>"]]
     assert [chat] == PrefixMemo(processor).hashed(CHAT_PATH, body, ExtraKeys())
+    memo.hashed(CHAT_PATH, {"messages": [{"role": "user", "content": "the mill"}]}, ExtraKeys())
+    assert len(asked) == 5  # one more: of the memo without words
 
 
 def test_half_of_a_pair_is_refused_in_the_same_words() -> None:
@@ -172,12 +175,12 @@ def test_half_of_a_pair_is_refused_in_the_same_words() -> None:
 
 
 def test_what_does_not_answer_each_text_is_an_error() -> None:
-    hasher = compiled().TextHasher(4)
+    hasher = compiled().TextHasher(4, [])
     for by_words in (True, False):
         with pytest.raises(ValueError, match="encode has not answered"):
             hasher.hashed(["a b", "c"], lambda _: [], by_words, [], [], b"", [], b"", b"")
     assert hasher.hashed([], lambda _: [], True, [1], [2], b"", [], b"", b"") == []
     with pytest.raises(ValueError, match="a block has no tokens"):
-        compiled().TextHasher(0)
+        compiled().TextHasher(0, [])
     with pytest.raises(OverflowError):
         hasher.hashed(["a"], lambda _: [[-1]], True, [], [], b"", [], b"", b"")

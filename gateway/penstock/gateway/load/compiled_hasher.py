@@ -36,7 +36,7 @@ class CompiledMemo(PrefixMemo):
         hasher = CompiledHasher(processor.bundle, compiled)
         super().__init__(processor, max_bytes, hasher)
         self._root = hasher.root
-        self._texts = compiled.TextHasher(hasher.block_size)
+        self._texts = compiled.TextHasher(hasher.block_size, self._cutter.apart)
 
     def _keeps_none(self, text: str, *, alone: bool) -> bool:
         """Where words are remembered, to hash a text of one piece costs less than to keep it. Only its like would find it."""

@@ -17,7 +17,7 @@ from penstock.gateway.picker.figures import Figures, Floats
 from penstock.gateway.residency.index import MAX_BLOCKS, MAX_BLOCKS_PER_REPLICA, Knowledge, ResidencyIndex
 
 PACKAGE, MODULE = "penstock-gateway-native", "penstock_gateway_native"
-INTERFACE = 3
+INTERFACE = 4
 """Number of what follows; rises with each change of it. A package with another number is not used."""
 
 log = logging.getLogger(__name__)
@@ -100,8 +100,8 @@ class Compiled(Protocol):
         `every`, and the first one `first`."""
         ...
 
-    def TextHasher(self, block_size: int) -> TextHasher:
-        """A `TextHasher` that remembers nothing yet."""
+    def TextHasher(self, block_size: int, apart: Sequence[str]) -> TextHasher:
+        """A `TextHasher` that remembers nothing yet; `apart` is `penstock.prompt.cuts.Cutter.apart`."""
         ...
 
     def ResidencyIndex(self, per_replica: int, total: int, unknown: Knowledge) -> ResidencyIndex:
