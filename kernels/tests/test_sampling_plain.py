@@ -133,6 +133,18 @@ def test_a_row_s_token_and_what_its_filters_leave_are_those_of_the_definition(
     assert torch.equal(greedy[0], logits[0])
 
 
+def test_logits_of_16_bits_are_widened_before_anything_is_done_to_them(form: SamplingOps) -> None:
+    logits = (torch.randn(len(PARAMS), 700) * 3).bfloat16()
+    numbers, at, found = list(range(len(PARAMS))), torch.arange(len(PARAMS)), []
+    given = table(PARAMS[::-1], numbers[::-1])
+    for each in (logits, logits.float()):
+        result, buffers, rows = sample(form, each, PARAMS, numbers, numbers, False)
+        found.append((result, form.processed(each, at, rows, given, buffers)))
+    (narrow, left), (wide, expected) = found
+    assert torch.equal(narrow, wide)
+    assert left.dtype is torch.float32 and torch.equal(left, expected)
+
+
 def test_of_equal_logits_the_smallest_ids_stay_and_the_first_is_the_greedy_one(form: SamplingOps) -> None:
     logits = torch.tensor([[1.0, 2.0, 2.0, 0.0, 2.0]]).repeat(2, 1)
     params = [{"temperature": 0.0}, {"temperature": 1.0, "top_k": 2}]

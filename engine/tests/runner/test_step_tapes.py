@@ -87,6 +87,14 @@ def test_the_same_bits_with_and_without(pair, driver, runs, name):
         assert torch.equal(one, other), f"step {number}"
 
 
+def test_a_plain_models_tape_is_one_native_call(pair, driver, runs):
+    """Nothing of torch is left in it: the sampler takes the logits as the LM head gives them."""
+    taped, _ = pair("llama")
+    play(driver, taped)
+    for tape in taped._tapes._tapes.values():
+        assert len(tape._steps) == 1 and tape.result.dtype is torch.bfloat16
+
+
 def test_the_same_bits_in_float32(pair, driver, runs):
     taped, plain = pair("gemma3", "float32")
     assert play(driver, taped)[1] == play(driver, plain)[1] and runs

@@ -64,7 +64,7 @@ class DraftHead(Protocol):
         ...
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[n, hidden] → [n, draft vocabulary], float32."""
+        """[n, hidden] → [n, draft vocabulary]: see `Model.compute_logits`."""
         ...
 
     @property
@@ -135,8 +135,8 @@ class FusingHead(Generic[LayerT]):
         return embedding(input_ids)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[n, hidden] → [n, draft vocabulary], float32."""
-        return self._target.compute_logits(hidden) if self.lm_head is None else self.lm_head(hidden).float()
+        """[n, hidden] → [n, draft vocabulary]: see `Model.compute_logits`."""
+        return self._target.compute_logits(hidden) if self.lm_head is None else self.lm_head(hidden)
 
     @property
     def vocabulary(self) -> torch.Tensor | None:

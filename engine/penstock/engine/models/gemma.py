@@ -54,7 +54,7 @@ class GemmaForCausalLM(LlamaForCausalLM):
         return super().embed(input_ids) * self._embed_scale
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[n, hidden] → [n, vocab]: in float32 on the CPU, elsewhere in the model's dtype, which samplers widen as they read."""
+        """[n, hidden] → [n, vocab]: in the model's dtype, which samplers widen, or in float32 where they are scaled."""
         logits, cap = super().compute_logits(hidden), self.config.logits_softcap
         return (logits.float() / cap).tanh_().mul_(cap) if cap else logits
 

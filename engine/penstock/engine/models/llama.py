@@ -200,7 +200,6 @@ class LlamaForCausalLM:
 
     def __init__(self, config: DecoderConfig, build: Build) -> None:
         self.config, self._stage = config, build.stage
-        self._widens_logits = build.device.type == "cpu"
         ropes, body = list(dict.fromkeys(config.ropes)), build.within("model")
         self._rotaries = [RotaryEmbedding(rope, build.max_model_len, build.ops, build.device) for rope in ropes]
         self._rotary_of = [ropes.index(rope) for rope in config.ropes]
@@ -318,11 +317,10 @@ class LlamaForCausalLM:
         return self.embed_tokens(input_ids)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[n, hidden] → [n, vocab]: in float32 on the CPU, elsewhere in the model's dtype, which samplers widen as they read."""
+        """[n, hidden] → [n, vocab]: in the model's dtype, which samplers widen, or in float32 where they are scaled."""
         assert self.lm_head is not None, "a model without an LM head has no logits"
-        logits = self.lm_head(hidden)
-        logits = logits.float() if self._widens_logits else logits
-        return logits if self.config.logits_scale == 1.0 else logits * self.config.logits_scale
+        logits, scale = self.lm_head(hidden), self.config.logits_scale
+        return logits if scale == 1.0 else logits.float() * scale
 
 
 def make_norm(name: str, size: int, config: DecoderConfig, build: Build) -> Norm:

@@ -141,7 +141,7 @@ class Model(Protocol):
         ...
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[n, hidden] → [n, vocab]: in float32 on the CPU, elsewhere in the model's dtype, which samplers widen as they read."""
+        """[n, hidden] → [n, vocab]: in the model's dtype, which samplers widen, or in float32 where they are scaled."""
         ...
 
 

@@ -54,7 +54,8 @@ class DraftSampler:
         Returns:
             [m], int32: ids of the target, on the device.
         """
-        chosen, at = logits.argmax(dim=-1), np.flatnonzero(self.draws[rows])
+        # A CPU finds the greatest of 16 bits each more slowly than it widens them.
+        chosen, at = logits.float().argmax(dim=-1), np.flatnonzero(self.draws[rows])
         if len(at):
             of = rows[at]
             index, *given = (torch.from_numpy(array).to(self._device) for array in (at, of, positions[at], self._params))

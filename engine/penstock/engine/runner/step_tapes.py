@@ -39,7 +39,7 @@ class Taped(Protocol):
 
     @property
     def compute_logits(self) -> Callable[[torch.Tensor], torch.Tensor]:
-        """[n, hidden] → [n, vocab]: in float32 on the CPU, elsewhere in the model's dtype, which samplers widen as they read."""
+        """[n, hidden] → [n, vocab]: in the model's dtype, which samplers widen, or in float32 where they are scaled."""
         ...
 
 
@@ -62,7 +62,7 @@ class StepTapes:
         self._refused = False
 
     def run(self, inputs: StepInputs, ctx: ForwardContext) -> torch.Tensor | None:
-        """[m, vocab], float32, where there are logits; the next step overwrites them. None: the step must run without a tape."""
+        """[m, vocab] where there are logits; the next step overwrites them. None: the step must run without a tape."""
         tokens, logits = len(inputs.input_ids), len(inputs.logits_indices)
         if self._refused or not inputs.is_tapeable or not tokens:
             return None

@@ -79,7 +79,7 @@ def processed(
 ) -> torch.Tensor:
     """See the reference; the filters run once more over these rows."""
     del buffers
-    found, of = logits[at], columns(params.index_select(0, rows))
+    found, of = logits[at].float(), columns(params.index_select(0, rows))
     random = (of.temperature > 0).nonzero().squeeze(-1)
     if random.numel():
         found[random] = filtered(found[random], RowParams(*(column[random] for column in of)))

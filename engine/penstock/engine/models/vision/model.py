@@ -132,5 +132,5 @@ class ModelWithImages(ABC):
         return self._text.states(inputs, positions, ctx, carry)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[n, hidden] → [n, vocab]: in float32 on the CPU, elsewhere in the model's dtype, which samplers widen as they read."""
+        """[n, hidden] → [n, vocab]: in the model's dtype, which samplers widen, or in float32 where they are scaled."""
         return self._text.compute_logits(hidden)
