@@ -6,6 +6,7 @@ from penstock.kernels.embedding.triton import embedding
 from penstock.kernels.experts.table import ExpertTable, PackedExpertTable, PackedLayer
 from penstock.kernels.experts.triton import experts, packed_experts
 from penstock.kernels.few_rows import triton as few
+from penstock.kernels.float8_linear.triton import float8_numbers
 from penstock.kernels.gated_mul.triton import clamped_swiglu, gelu_tanh_mul, silu_mul
 from penstock.kernels.lora.device import DeviceLoraBatch, DeviceLoraShelves
 from penstock.kernels.lora.triton import add_lora
@@ -13,6 +14,7 @@ from penstock.kernels.prepare_kv.cache_rows import FLOATS_OF_EIGHT_BITS, row_siz
 from penstock.kernels.prepare_kv.reference import QKNorm, Rotary
 from penstock.kernels.prepare_kv.triton import prepare_kv
 from penstock.kernels.quantized_linear.reference import LANES, Number, QuantizedWeight
+from penstock.kernels.quantized_linear.rounding import Rounding
 from penstock.kernels.quantized_linear.triton import quantized_linear
 from penstock.kernels.rms_norm.triton import add_rms_norm, rms_norm
 
@@ -123,6 +125,8 @@ def few_bits(tokens: int = 16) -> None:
         dtype = torch.float16 if group == 128 else DTYPE
         for count in (tokens, 40 + tokens, 2000 + tokens)[: 3 if group < HIDDEN else 2]:
             quantized_linear(empty(count, HIDDEN, dtype=dtype), packed(HIDDEN, HIDDEN, number, group, zeros), None)
+    for rule, scale in ((Rounding("float8", True), None), (Rounding("float8", False), empty(1, dtype=torch.float32))):
+        float8_numbers(empty(tokens, HIDDEN), rule, scale)
 
 
 def few_bit_mixtures(tokens: int = 16) -> None:

@@ -19,6 +19,7 @@ REGISTERS = {
     "_prepare_kv_kernel": 64,
     "_grouped_linear_kernel": 128,
     "_grouped_packed_kernel": 128,
+    "_float8_numbers_kernel": 64,
     "_quantized_linear_kernel": 255,  # of 128 threads: two programs a multiprocessor, where groups have zero points
     "_few_rows_kernel": 128,  # of 128 threads: four programs a multiprocessor, of which memory holds three
     "_lora_shrink_kernel": 224,

@@ -20,6 +20,7 @@ from penstock.kernels.experts.routing import Routing, route
 from penstock.kernels.experts.table import ExpertTable, PackedExpertTable
 from penstock.kernels.few_rows import reference as few_rows
 from penstock.kernels.few_rows.reference import Activation
+from penstock.kernels.float8_linear.reference import Float8Weight
 from penstock.kernels.gated_mul.reference import clamped_swiglu, gelu_tanh_mul, silu_mul
 from penstock.kernels.head_linear.reference import HeadWeight, head_linear, pack_heads
 from penstock.kernels.integer_linear.reference import IntegerWeight, integer_linear
@@ -39,6 +40,8 @@ log = logging.getLogger(__name__)
 
 TRITON_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
+FLOAT8_CAPABILITY = (8, 9)
+"""Compute capability from which on GPUs multiply numbers in E4M3."""
 FEW_ROWS = ("norm_linear", "norm_gated_linear", "linear_add")
 
 
@@ -72,6 +75,10 @@ class Ops:
     ) = None
     """Over a weight of whole numbers and inputs that are rounded to such, in one thread; None: this form rounds inputs by
     `rounded_inputs` and multiplies in the model's dtype."""
+    float8_linear: (
+        Callable[[torch.Tensor, Float8Weight, Rounding, torch.Tensor | None, torch.Tensor | None], torch.Tensor] | None
+    ) = None
+    """Over a weight in E4M3 and inputs that are rounded to it, on a device that multiplies such; None: as of `integer_linear`."""
     head_linear: Callable[[torch.Tensor, HeadWeight], torch.Tensor] = head_linear
     pack_heads: Callable[[torch.Tensor], HeadWeight] = pack_heads
     """Makes the weight for `head_linear`."""
@@ -171,9 +178,14 @@ def device_reference_ops() -> Ops:
     )
 
 
-def triton_ops(dtype: torch.dtype) -> Ops:
+def triton_ops(dtype: torch.dtype, capability: tuple[int, int] = (0, 0)) -> Ops:
     """Triton's kernels, for a GPU, for `compile_only`, or for Triton's interpreter; ValueError where there is no Triton, or none
-    for the dtype."""
+    for the dtype.
+
+    Args:
+        dtype: Of the model.
+        capability: Compute capability of the GPU, which has instructions for numbers of eight bits or not.
+    """
     if dtype not in TRITON_DTYPES:
         raise ValueError(f"no Triton kernels for {dtype} (supported: {', '.join(map(str, TRITON_DTYPES))})")
     if importlib.util.find_spec("triton") is None:
@@ -181,6 +193,7 @@ def triton_ops(dtype: torch.dtype) -> Ops:
     from penstock.kernels.embedding import triton as embeddings
     from penstock.kernels.experts import triton as mixtures
     from penstock.kernels.few_rows import triton as few
+    from penstock.kernels.float8_linear import triton as eight_bits
     from penstock.kernels.gated_mul import triton as gated_mul
     from penstock.kernels.lora import triton as lora
     from penstock.kernels.paged_attention import triton as attention
@@ -203,6 +216,8 @@ def triton_ops(dtype: torch.dtype) -> Ops:
         any_experts=experts_on_device,
         experts=mixtures.experts,
         quantized_linear=packed.quantized_linear,
+        # With a scale for each row, torch gives a result in bfloat16 alone.
+        float8_linear=eight_bits.float8_linear if dtype is torch.bfloat16 and capability >= FLOAT8_CAPABILITY else None,
         packed_experts=mixtures.packed_experts,
         # What is not normalised yet goes beyond the range of float16.
         **{} if dtype == torch.float16 else {name: getattr(few, name) for name in FEW_ROWS},
@@ -221,7 +236,7 @@ def ops_for(device: str, dtype: torch.dtype, isa: IsaName | None = None) -> Ops:
     if kind == "cuda":
         if not torch.cuda.is_available():
             raise ValueError(f"no kernels for the device {device!r}: torch sees no CUDA device")
-        return triton_ops(dtype)
+        return triton_ops(dtype, torch.cuda.get_device_capability(device))
     if kind != "cpu":
         raise ValueError(f"no kernels for the device {device!r} (supported: cpu, cuda)")
     try:

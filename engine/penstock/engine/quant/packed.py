@@ -6,6 +6,8 @@ from penstock.engine.config import ConfigError
 from penstock.engine.models.layers.linear_method import CPU
 from penstock.engine.models.layers.projection import Axis, LinearLayer, Projection, TensorSpec
 from penstock.kernels.experts.table import PackedLayer
+from penstock.kernels.float8_linear.reference import Float8Weight, pack_float8
+from penstock.kernels.float8_linear.reference import takes as takes_float8
 from penstock.kernels.integer_linear.reference import IntegerWeight, pack_integers, takes
 from penstock.kernels.ops import Ops
 from penstock.kernels.quantized_linear.reference import Number, QuantizedWeight, bits, dequantized, pack_quantized
@@ -49,7 +51,10 @@ class PackedWeight:
         self._input_scale = None if rounding is None or rounding.dynamic else torch.zeros(1, device=device)
         self._input_zero: torch.Tensor | None = None
         self._integers = ops.integer_linear if takes(number, rounding) else None
-        self._packed: QuantizedWeight | IntegerWeight | None = None
+        # The kernels of experts read numbers of any kind in one order.
+        in_eight_bits = not layer.bare and takes_float8(number, rounding, self._group, layer.out_features, layer.in_features)
+        self._float8 = ops.float8_linear if in_eight_bits else None
+        self._packed: QuantizedWeight | IntegerWeight | Float8Weight | None = None
         self._make_room()
 
     def _make_room(self) -> None:
@@ -68,7 +73,7 @@ class PackedWeight:
             self._make_room()
 
     @property
-    def weight(self) -> QuantizedWeight | IntegerWeight:
+    def weight(self) -> QuantizedWeight | IntegerWeight | Float8Weight:
         """After `finish`: what the kernels read."""
         assert self._packed is not None, "the weight is not loaded"
         return self._packed
@@ -113,15 +118,18 @@ class PackedWeight:
             if isinstance(old, torch.Tensor) and isinstance(new, torch.Tensor):
                 old.copy_(new)
 
-    def _in_order(self) -> QuantizedWeight | IntegerWeight:
+    def _in_order(self) -> QuantizedWeight | IntegerWeight | Float8Weight:
         inputs = self._layer.in_features
+        numbers = self._pairs.flatten(1)[:, :inputs]
+        if self._float8 is not None:
+            return pack_float8(numbers, self._scales)
         if self._integers is None or self._rounding is None:
             return pack_quantized(self._pairs, self._scales, self._zeros, self._number, self._group, inputs)
-        numbers = self._pairs.flatten(1)[:, :inputs]
         return pack_integers(numbers, self._scales, self._zeros, self._group, self._rounding)
 
     def packed_layer(self) -> PackedLayer:
         """After `finish`: what a kernel that takes all experts reads."""
+        assert not isinstance(self.weight, Float8Weight), "no expert's"
         return PackedLayer(self.weight, self.bias, self._rounding, self._input_scale, self._input_zero)
 
     def held(self) -> list[torch.Tensor]:
@@ -142,6 +150,9 @@ class PackedWeight:
         if isinstance(self.weight, IntegerWeight):
             assert self._integers is not None and self._rounding is not None
             return self._integers(x, self.weight, self._rounding, self._input_scale, self._input_zero, self.bias)
+        if isinstance(self.weight, Float8Weight):
+            assert self._float8 is not None and self._rounding is not None
+            return self._float8(x, self.weight, self._rounding, self._input_scale, self.bias)
         if self._rounding is not None:
             x = self._round(x, self._rounding, self._input_scale, self._input_zero)
         return self._linear(x, self.weight, self.bias)

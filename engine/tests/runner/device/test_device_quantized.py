@@ -16,7 +16,9 @@ from penstock.engine.args import EngineArgs
 from penstock.engine.commands import ReloadWeights
 from penstock.engine.quant.online import QuantizedLinearMethod
 from penstock.engine.runner.device.offload import storages_of
+from penstock.kernels.float8_linear.reference import Float8Weight, float8_numbers, scaled_product
 from penstock.kernels.ops import triton_ops
+from penstock.kernels.quantized_linear.reference import QuantizedWeight
 
 pytestmark = pytest.mark.slow
 
@@ -48,6 +50,30 @@ def test_weights_quantized_while_loading_give_the_tokens_of_a_cpu(name, scheme, 
     runner = build_device_runner(checkpoint(name), scheduler=SCHEDULER, quantization=scheme)
     assert answers(runner) == expected
     assert isinstance(runner.model.layers[0].self_attn.o_proj._method, QuantizedLinearMethod)
+
+
+def in_eight_bits(x, weight, rule, scale, bias):
+    """As on a GPU, by torch's instructions of a CPU."""
+    return scaled_product(*float8_numbers(x, rule, scale), weight, None, x.dtype) + (0 if bias is None else bias)
+
+
+@pytest.mark.parametrize("scheme", ["fp8_per_tensor", "fp8_per_channel"])
+def test_a_device_that_multiplies_eight_bits_is_given_them(scheme, checkpoint, build_runner, build_device_runner):
+    """All layers of the model but experts' and routers'; a second load fills the same memory."""
+    forms = FORMS._replace(model=replace(FORMS.model, float8_linear=in_eight_bits))
+    for name in ("starcoder2", "qwen3-moe"):
+        path = checkpoint(name)
+        runner = build_device_runner(path, scheduler=SCHEDULER, quantization=scheme, forms=forms)
+        layer = runner.model.layers[1]
+        assert isinstance(layer.self_attn.o_proj._method.weight, Float8Weight)
+        if name == "qwen3-moe":
+            assert isinstance(layer.mlp.experts._down[0].weight, QuantizedWeight)
+        expected = answers(build_runner(path, scheduler=SCHEDULER, form="reference", quantization=scheme))
+        assert answers(runner) == expected
+        before = layer.self_attn.o_proj._method.weight.values.data_ptr()
+        runner.reload_weights(str(path))
+        assert layer.self_attn.o_proj._method.weight.values.data_ptr() == before
+        assert answers(runner) == expected
 
 
 @pytest.mark.parametrize("pack", [partial(awq, group=16), fp8], ids=["awq", "fp8"])

@@ -24,7 +24,7 @@ _INFINITY = tl.constexpr(0x7F800000)
 
 
 @triton.jit
-def _float8(x, MANTISSA: tl.constexpr, BIAS: tl.constexpr, GREATEST: tl.constexpr):
+def float8(x, MANTISSA: tl.constexpr, BIAS: tl.constexpr, GREATEST: tl.constexpr):
     """float32 to bytes of a floating-point format: to nearest, ties to even. What is beyond the greatest number, whose bits as
     float32 are given, becomes it; NaN stays so. In whole numbers, since the interpreter's own cast rounds otherwise."""
     DROPPED: tl.constexpr = 23 - MANTISSA
@@ -45,9 +45,9 @@ def _kept(x, divisor, TYPE: tl.constexpr):
     if divisor is not None:
         x = tl.div_rn(x, divisor)
     if tl.float8e4nv == TYPE:
-        x = _float8(x, 3, 7, 0x43E00000).to(TYPE, bitcast=True)  # 448
+        x = float8(x, 3, 7, 0x43E00000).to(TYPE, bitcast=True)  # 448
     elif tl.float8e5 == TYPE:
-        x = _float8(x, 2, 15, 0x47600000).to(TYPE, bitcast=True)  # 57,344
+        x = float8(x, 2, 15, 0x47600000).to(TYPE, bitcast=True)  # 57,344
     elif tl.int8 == TYPE:
         # To nearest, ties to even: the sum's last bit is worth 1.
         x = ((tl.where(x == x, x, 0.0) + 12582912.0) - 12582912.0).to(tl.int8)

@@ -127,7 +127,9 @@ class MetaRunner(DeviceRunner):
         self._capability = (major, minor)
         super().__init__(config, MetaRuntime(), graphs=MetaGraphs())
         # Those of a GPU, which only sees shapes: nothing asks whether one is there.
-        self._given = DeviceForms(triton_ops(self._dtype), triton_step_ops(), sampling_ops(torch.device("cuda")))
+        self._given = DeviceForms(
+            triton_ops(self._dtype, self._capability), triton_step_ops(), sampling_ops(torch.device("cuda"))
+        )
 
     def _choose_attention(self, config: DecoderConfig) -> AttentionPhases:
         """The one whose kernels are compiled here."""
