@@ -47,7 +47,7 @@ class Rows:
         at = np.array(rows, np.int32)
         positions = self.known[at] + np.array(ahead or [0] * len(rows), np.int32)
         found = logits.clone()
-        rows_of = LogitsRows(at, positions, self.prompts[at], self.table)
+        rows_of = LogitsRows(at, positions, self.prompts, self.table)
         self.adjustments.apply(found, np.arange(len(rows)), rows_of, torch.from_numpy(positions))
         return found
 

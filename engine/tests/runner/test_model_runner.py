@@ -126,7 +126,7 @@ def test_a_rows_next_tenant_inherits_nothing():
     assert batch.refusals.of(step) == {}
     assert batch.chooser.plain(row) is buffers.Path.GREEDY
     assert batch.sampler.params[0].tolist() == sampling_params.GREEDY.tolist()
-    assert batch.chooser.prompt_logprobs[0] == NO_LOGPROBS
+    assert batch.chooser._prompt_logprobs[0] == NO_LOGPROBS
 
 
 @pytest.mark.req("MR-01")

@@ -33,6 +33,8 @@ def empty(*shape: int) -> Int32:
 NONE = empty()
 """Most plans have no drafts, no masks and no failures: they share what says so."""
 NONE.flags.writeable = False
+_NO_MASKS = empty(0, 0)
+_NO_MASKS.flags.writeable = False
 
 
 def _none() -> Int32:
@@ -123,7 +125,7 @@ class SampleInputs(msgspec.Struct, frozen=True, array_like=True):
     step_id: int
     masked_rows: Int32 = msgspec.field(default_factory=_none)
     """[g]: indexes into the plan's `rows`, ascending: rows that may sample certain tokens alone."""
-    bitmask: Int32 = msgspec.field(default_factory=lambda: empty(0, 0))
+    bitmask: Int32 = msgspec.field(default_factory=lambda: _NO_MASKS)
     """[l, words]: for each logits row of `masked_rows`, 1 + `num_drafts` of each, a bit a token of the vocabulary: token t is
     allowed where bit t % 32 of word t // 32 is set."""
 

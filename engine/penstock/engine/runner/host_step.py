@@ -17,6 +17,9 @@ from penstock.engine.runner.prompt_logprobs import PromptRows
 from penstock.engine.runner.sampler.choice import Choosing
 from penstock.kernels.sampling.buffers import RESULT, Column
 
+_NOTHING = np.zeros((0, RESULT), np.int32)
+_NOTHING.flags.writeable = False
+
 
 @dataclass
 class HostStep:
@@ -40,7 +43,7 @@ class HostStep:
     """Seconds that the plan's images took."""
     carry: Carry | None = None
     """From the pipeline stage before; None: there is none."""
-    sampled: Int32 = field(default_factory=lambda: np.zeros((0, RESULT), np.int32))
+    sampled: Int32 = field(default_factory=lambda: _NOTHING)
     """[m, RESULT]: what the sampler gave."""
 
     each_row = False

@@ -328,7 +328,8 @@ class ModelRunner(RunnerBase[HostRuntime, HostStep, StepResult]):
             step.given = merged
         if failed and not self._stage.last:
             raise RuntimeError("; ".join(failed.values()))
-        return self._states_of(step)._replace(failed=failed)
+        found = self._states_of(step)
+        return found._replace(failed=failed) if failed else found
 
     def _states_of(self, step: HostStep) -> Forward:
         """Runs the model, from a tape where there can be one."""

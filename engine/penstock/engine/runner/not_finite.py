@@ -78,7 +78,8 @@ class NotFinite:
 
     def watch(self, plan: StepPlan, again: Rerun) -> Suspect:
         """Takes in a plan that has been applied, and how its requests are run again."""
-        self._tenants[plan.released] += 1
+        if len(plan.released):
+            self._tenants[plan.released] += 1
         return Suspect(self, plan, self._tenants[plan.rows], again)
 
     def live(self, step: Suspect) -> Bool:

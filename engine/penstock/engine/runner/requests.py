@@ -53,6 +53,7 @@ class Requests:
         tokens = Tokens(torch.from_numpy(known) if token_ids is None else token_ids, known)
         adjustments = Adjustments(copies, sampler.ops, max_num_seqs, vocab_size, tokens, processors)
         self.chooser = Chooser(copies, sampler, adjustments, max_num_seqs, mode)
+        self._places = np.arange(len(sampler.buffers.result))
 
     def take_in(self, plan: StepPlan) -> Int32:
         """Brings the rows to the state after a plan, and hears what its new requests ask for; returns what `RowTable.apply` does.
@@ -98,9 +99,9 @@ class Requests:
         drafts = len(plan.num_drafts) > 0
         which, back = choices(plan) if drafts else (plan.samples.nonzero()[0].astype(np.int32), np.int32(0))
         of = plan.rows[which]
-        at = which.astype(np.int64) if each_row and not drafts else np.arange(len(which))
+        at = which.astype(np.int64) if each_row and not drafts else self._places[: len(which)]
         return Choosing(at, which, self.logits_rows(of, self.rows.num_computed[of] - back))
 
     def logits_rows(self, request_rows: Int32, positions: Int32) -> LogitsRows:
         """Choices of tokens at these positions, [m], of requests in these rows, [m]."""
-        return LogitsRows(request_rows, positions, self.rows.num_prompt_tokens[request_rows], self.rows.token_ids)
+        return LogitsRows(request_rows, positions, self.rows.num_prompt_tokens, self.rows.token_ids)

@@ -6,8 +6,7 @@ sampled tokens go (`DeviceStep`).
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -21,7 +20,7 @@ from penstock.engine.runner.not_finite import Again, NotFinite, Suspect
 from penstock.engine.runner.own_drafts import Clock, OwnDrafts
 from penstock.engine.runner.pending import PendingStep
 from penstock.engine.runner.pooling import PooledStep
-from penstock.engine.runner.prompt_logprobs import PromptRows, prompt_rows
+from penstock.engine.runner.prompt_logprobs import PromptRows
 from penstock.engine.runner.requests import Requests
 from penstock.engine.runner.sampler.choice import Choosing
 from penstock.engine.runner.sampler.scores import PromptParts, pairs
@@ -130,6 +129,8 @@ class Turns(ABC, Generic[Runtime, Step, Sampled]):
         self.runtime = runtime
         self._launched: Launched[Step] | None = None
         self._own_drafts: OwnDrafts | None = None
+        self._inference = torch.inference_mode()
+        """Entered by each turn: as a decorator it would be made anew for every call."""
 
     # --- what differs ---
 
@@ -171,7 +172,7 @@ class Turns(ABC, Generic[Runtime, Step, Sampled]):
         self._limit_threads()
         drafts, requests = self._planned(plan), self._requests
         starts = requests.take_in(plan)
-        step = self._begin(plan, starts, drafts, prompt_rows(plan, requests.rows, requests.chooser.prompt_logprobs))
+        step = self._begin(plan, starts, drafts, requests.chooser.prompt_rows(plan, requests.rows))
         suspect = self._not_finite.watch(plan, step.again)
         with self._failing(plan, step.skip):
             forward = self._forward(step)
@@ -229,7 +230,6 @@ class Turns(ABC, Generic[Runtime, Step, Sampled]):
         )
         return self._ended(step, pending)
 
-    @torch.inference_mode()
     def execute(self, plan: StepPlan) -> None:
         """Applies a plan and begins the forward pass; `sample` must follow before the next.
 
@@ -240,10 +240,9 @@ class Turns(ABC, Generic[Runtime, Step, Sampled]):
         """
         if self._launched is not None:
             raise RuntimeError(f"step {plan.step_id}: step {self._launched.plan.step_id} has not been sampled yet")
-        with self.runtime.main_stream():
+        with self._inference, self.runtime.main_stream():
             self._launched = self._execute(plan)
 
-    @torch.inference_mode()
     def sample(self, inputs: SampleInputs) -> Sampled:
         """Samples the step that `execute` has begun, and writes the tokens into their rows.
 
@@ -257,19 +256,28 @@ class Turns(ABC, Generic[Runtime, Step, Sampled]):
             waiting = "none" if launched is None else f"step {launched.plan.step_id}"
             raise RuntimeError(f"sampling step {inputs.step_id}: {waiting} waits for it")
         self._launched = None
-        with self.runtime.main_stream():
+        with self._inference, self.runtime.main_stream():
             return self._sample(launched, inputs)
 
-    @contextmanager
-    def _failing(self, plan: StepPlan, undo: Callable[[], None] = _nothing) -> Iterator[None]:
-        """What goes wrong in here is the step's failure alone: the plan has been applied, and `undo` and the release of its rows
-        undo the rest. Where the device or another rank is gone, there is no next step."""
-        try:
-            yield
-        except GroupFailed:
-            raise
-        except Exception as error:
-            if (failure := self.runtime.failure(error)) is not None:
-                raise failure from error
-            undo()
-            raise StepFailed(f"step {plan.step_id} failed: {type(error).__name__}: {error}") from error
+    def _failing(self, plan: StepPlan, undo: Callable[[], None] = _nothing) -> "_Failing":
+        return _Failing(self.runtime, plan, undo)
+
+
+class _Failing:
+    """What goes wrong within is the step's failure alone: the plan has been applied, and `undo` and the release of its rows undo
+    the rest. Where the device or another rank is gone, there is no next step."""
+
+    def __init__(self, runtime: StepRuntime, plan: StepPlan, undo: Callable[[], None]) -> None:
+        self._runtime, self._plan, self._undo = runtime, plan, undo
+
+    def __enter__(self) -> None:
+        """Nothing has gone wrong yet."""
+
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        """Raises what an error within means to the caller."""
+        if not isinstance(error, Exception) or isinstance(error, GroupFailed):
+            return
+        if (failure := self._runtime.failure(error)) is not None:
+            raise failure from error
+        self._undo()
+        raise StepFailed(f"step {self._plan.step_id} failed: {type(error).__name__}: {error}") from error

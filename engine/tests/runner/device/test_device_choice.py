@@ -89,7 +89,7 @@ class Requests:
 
     def choosing(self, samples=None) -> Choosing:
         at = self.rows if samples is None else np.flatnonzero(samples).astype(np.int32)
-        return Choosing(at.astype(np.int64), at, LogitsRows(at, self.known[at], self.prompts[at], self.host))
+        return Choosing(at.astype(np.int64), at, LogitsRows(at, self.known[at], self.prompts, self.host))
 
     def adjusted(self, logits):
         found = logits.clone()

@@ -1,6 +1,6 @@
 """Memory that sampling on a device works in: allocated once, so that addresses stay and nothing is allocated in a step."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 
 import torch
@@ -79,6 +79,15 @@ class SamplingBuffers:
     """[m, T, CANDIDATES], int32; -1 pads, with -inf."""
     wide: torch.Tensor
     """[m], int32: 1 where the candidates do not suffice."""
+    _parts: dict[int, torch.Tensor] = field(default_factory=dict)
+    """Number of rows → the first of `result`."""
+
+    def rows(self, count: int) -> torch.Tensor:
+        """[count, RESULT]: the first of `result`. A step has few numbers of rows, and to cut them anew costs a small one."""
+        found = self._parts.get(count)
+        if found is None:
+            found = self._parts[count] = self.result[:count]
+        return found
 
     @staticmethod
     def allocate(rows: int, vocab_size: int, device: torch.device, candidates: int = CANDIDATES) -> "SamplingBuffers":

@@ -43,7 +43,7 @@ class NativeSampling:
         del path
         logits = (logits if logits.dtype in DTYPES else logits.float()).contiguous()
         count, vocab_size = logits.shape
-        result = buffers.result[:count]
+        result = buffers.rows(count)
         given: tuple[int | None, int, int | None, int] = (None, 0, None, 0)
         if masks is not None:
             at, bitmask = (part.contiguous() for part in masks)

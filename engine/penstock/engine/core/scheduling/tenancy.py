@@ -44,8 +44,7 @@ class Tenancy:
         self.free_rows = list(range(max_num_seqs - 1, -1, -1))
         self.tenancies: Int64 = np.full(max_num_seqs, NOBODY, np.int64)
         """[rows]: a number for each stay of a request in a row. A step in flight with another number was planned for a request
-        that
-        has left since."""
+        that has left since."""
         self.indexes: Int64 = np.full(max_num_seqs, -1, np.int64)
         """[rows]: the requests' names."""
         self.num_known: Int32 = np.zeros(max_num_seqs, np.int32)
@@ -154,8 +153,10 @@ class Tenancy:
         capped: Bool = positions + 1 >= self.limits[rows]
         repeats = self._repetition.trips(rows, positions, all_token_ids)
         ended = stopped | capped | repeats
-        guided = self.guides.advance(rows.tolist(), tokens.tolist(), stopped.tolist()) if self.guides else {}
-        ended[list(guided)] = True
+        guided: dict[int, str | None] = {}
+        if self.guides:
+            guided = self.guides.advance(rows.tolist(), tokens.tolist(), stopped.tolist())
+            ended[list(guided)] = True
         found: list[tuple[int, Ending]] = []
         for at in ended.nonzero()[0].tolist():
             row = int(rows[at])

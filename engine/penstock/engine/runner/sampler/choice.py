@@ -10,10 +10,11 @@ import numpy as np
 import torch
 
 from penstock.engine.config import LogprobsMode
-from penstock.engine.core.plan import Int32, Int64, SampleInputs
+from penstock.engine.core.plan import Int32, Int64, SampleInputs, StepPlan
+from penstock.engine.core.row_table import RowTable
 from penstock.engine.runner.device.runtime import Copies
 from penstock.engine.runner.device.uploads import upload
-from penstock.engine.runner.prompt_logprobs import NO_LOGPROBS
+from penstock.engine.runner.prompt_logprobs import NO_LOGPROBS, PromptRows, prompt_rows
 from penstock.engine.runner.sampler.adjustments import Adjustments
 from penstock.engine.runner.sampler.logits_rows import LogitsRows
 from penstock.engine.runner.sampler.sampler import Sampler, path_of
@@ -83,8 +84,9 @@ class Chooser:
         self._adjusted = np.zeros(max_num_seqs, np.bool_)
         self._logprobs = np.full(max_num_seqs, NO_LOGPROBS, np.int64)
         self._ways = np.zeros(max_num_seqs, np.int8)
-        self.prompt_logprobs = np.full(max_num_seqs, NO_LOGPROBS, np.int64)
-        """[rows]: alternatives for each token of the prompt; NO_LOGPROBS where none are asked for."""
+        self._prompt_logprobs = np.full(max_num_seqs, NO_LOGPROBS, np.int64)
+        self._scored: set[int] = set()
+        """Rows whose last request asked for logprobs of its prompt."""
 
     def admit(self, row: int, token_ids: Int32, num_prompt_tokens: int, params: SamplingParams, guided: bool = False) -> None:
         """Takes in what a row's new request asks for; arguments as in `LogitsStage.admit`, and whether masks may come."""
@@ -93,7 +95,12 @@ class Chooser:
         self._logprobs[row] = NO_LOGPROBS if params.logprobs is None else params.logprobs
         particular = guided or self._adjusted[row] or params.logprobs is not None
         self._ways[row] = _PARTICULAR if particular else path_of(params)
-        self.prompt_logprobs[row] = NO_LOGPROBS if params.prompt_logprobs is None else params.prompt_logprobs
+        self._prompt_logprobs[row] = NO_LOGPROBS if params.prompt_logprobs is None else params.prompt_logprobs
+        (self._scored.discard if params.prompt_logprobs is None else self._scored.add)(row)
+
+    def prompt_rows(self, plan: StepPlan, rows: RowTable) -> PromptRows | None:
+        """The prompt tokens whose logprobs a step gives, as of `prompt_logprobs.prompt_rows`."""
+        return prompt_rows(plan, rows, self._prompt_logprobs) if self._scored else None
 
     def plain(self, request_rows: Int32) -> Path | None:
         """Where a token is all that rows [k] ask for, their path: then `choose` comes to `sampler.sample`. Else None."""

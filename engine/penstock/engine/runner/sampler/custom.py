@@ -3,7 +3,6 @@ request that it fails for."""
 
 import logging
 from collections.abc import Sequence
-from dataclasses import replace
 from importlib import import_module
 from typing import Protocol
 
@@ -91,7 +90,7 @@ class GuardedProcessor:
             (there,) = upload(self._runtime, rows.request_rows)
             longest = int(rows.positions.max())
             tokens.host[rows.request_rows, :longest] = tokens.device[:, :longest].index_select(0, there).cpu().numpy()
-        self._pass(logits, torch.from_numpy(at), replace(rows, token_ids=tokens.host))
+        self._pass(logits, torch.from_numpy(at), rows._replace(token_ids=tokens.host))
 
     def _pass(self, logits: torch.Tensor, at: torch.Tensor, rows: LogitsRows) -> None:
         try:

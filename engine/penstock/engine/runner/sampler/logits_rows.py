@@ -1,6 +1,6 @@
 """What the rows of a step's logits stand for, for stages that look at a request's tokens."""
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -9,18 +9,22 @@ from penstock.engine.core.plan import Int32
 from penstock.engine.runner.sampler.row_lists import spread
 
 
-@dataclass(frozen=True)
-class LogitsRows:
+class LogitsRows(NamedTuple):
     """m choices of a token; a request may have several."""
 
     request_rows: Int32
     """[m]: which request each belongs to."""
     positions: Int32
     """[m]: in the request, of the token that is chosen."""
-    num_prompt_tokens: Int32
-    """[m]."""
+    prompt_lengths: Int32
+    """[rows]: tokens of all requests' prompts, by request row."""
     token_ids: Int32
     """[rows, max_model_len]: the tokens of all requests, by request row; a choice depends on those before its position."""
+
+    @property
+    def num_prompt_tokens(self) -> Int32:
+        """[m]."""
+        return self.prompt_lengths[self.request_rows]
 
     @property
     def num_output_tokens(self) -> Int32:
@@ -38,4 +42,4 @@ class LogitsRows:
 
     def take(self, at: npt.NDArray[np.int64]) -> "LogitsRows":
         """Those at some indexes, [k]."""
-        return LogitsRows(self.request_rows[at], self.positions[at], self.num_prompt_tokens[at], self.token_ids)
+        return self._replace(request_rows=self.request_rows[at], positions=self.positions[at])
