@@ -273,7 +273,7 @@ def test_a_model_that_generates_embeds_from_python_where_that_is_asked_for(token
 def test_what_an_engine_that_embeds_cannot_do_is_refused_at_start(
     model: Path, monkeypatch: pytest.MonkeyPatch, flags: dict[str, Any], named: str
 ) -> None:
-    monkeypatch.setattr("penstock.engine.args.choose_device", lambda device: device)
+    monkeypatch.setattr("penstock.engine.args_config.choose_device", lambda device: device)
     with pytest.raises(ConfigError, match=named):
         LLM(str(model), **flags)
 

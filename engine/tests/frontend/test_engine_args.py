@@ -34,7 +34,7 @@ def test_every_engine_flag_is_a_keyword_with_the_same_default() -> None:
 @pytest.mark.parametrize(("flags", "depth"), [([], None), (["--async-scheduling"], 2), (["--no-async-scheduling"], 1)])
 def test_async_scheduling_is_a_depth(device, unsaid, flags, depth, caplog, monkeypatch) -> None:
     caplog.set_level(logging.INFO)
-    monkeypatch.setattr("penstock.engine.args.choose_device", lambda asked: device)
+    monkeypatch.setattr("penstock.engine.args_config.choose_device", lambda asked: device)
     parsed = vars(_parser().parse_args([str(TINY), *flags]))
     config = EngineArgs(**{name: parsed[name] for name in EngineArgs.__struct_fields__}).config()
     assert (config.device, config.depth) == (device, depth or unsaid)
@@ -55,7 +55,7 @@ def test_an_instruction_set_is_taken_where_the_cpu_has_it(given, monkeypatch) ->
 
 
 def test_an_instruction_set_is_for_a_cpu(monkeypatch) -> None:
-    monkeypatch.setattr("penstock.engine.args.choose_device", lambda asked: "cuda")
+    monkeypatch.setattr("penstock.engine.args_config.choose_device", lambda asked: "cuda")
     with pytest.raises(ConfigError, match="--cpu-isa portable needs --device cpu"):
         EngineArgs(model=str(TINY), cpu_isa="portable").config()
     assert EngineArgs(model=str(TINY)).config().cpu_isa is None
@@ -241,7 +241,7 @@ def test_a_pipeline_keeps_a_plan_in_flight_for_each_stage() -> None:
 
 
 def test_several_ranks_on_a_gpu_are_refused(monkeypatch) -> None:
-    monkeypatch.setattr("penstock.engine.args.choose_device", lambda asked: "cuda")
+    monkeypatch.setattr("penstock.engine.args_config.choose_device", lambda asked: "cuda")
     with pytest.raises(ConfigError, match=r"--tensor-parallel-size 2: several ranks run on a CPU alone so far \(--device cpu\)"):
         EngineArgs(model=str(TINY), tensor_parallel_size=2).config()
 
