@@ -14,17 +14,20 @@ from typing import Any
 
 import numpy as np
 
+from penstock.engine.cache.layout import KVGroup, KVLayout
+from penstock.engine.cache.pages import PageGeometry
 from penstock.engine.config import TransferConfig, TransportName
 from penstock.engine.connectors.shared_slots import SharedSlots
 from penstock.engine.connectors.transfer import nixl
 from penstock.engine.connectors.transfer.agent import inlets, outlets
 from penstock.engine.connectors.transfer.lender import Lender
 from penstock.engine.connectors.transfer.reader import Reader
-from penstock.engine.connectors.transfer.words import Errand, Page, Peer
+from penstock.engine.connectors.transfer.words import Errand, Page, Part, Peer
 
 SLOTS, PULLED, PAGE_BYTES = 1024, 256, 64 << 10
 SECRET = b"a secret of a benchmark"
 FINGERPRINT = "pages"
+GEOMETRY = PageGeometry(layers=(), layout=KVLayout((KVGroup((0,), 16, None),), PAGE_BYTES))
 
 
 def measure(pulls: int) -> dict[str, Any]:
@@ -58,7 +61,8 @@ def _pulled(name: TransportName, there: Any, here: Any, pulls: int) -> int:
         try:
             port = ours.recv()
             slots = np.zeros((SLOTS, PAGE_BYTES), np.uint8)
-            reader = Reader(SECRET, FINGERPRINT, slots, inlets(config, slots, SECRET, 0), 0)
+            part = Part(0, 1, 0, 1, FINGERPRINT, "127.0.0.1", True)
+            reader = Reader(SECRET, part, GEOMETRY, slots, inlets(config, SECRET, 0))
             pages = [Page(0, at.to_bytes(4, "big"), slot) for at, slot in enumerate(here.tolist())]
             times: list[float] = []
             for number in range(pulls + 1):  # the first one opens the connection
@@ -85,7 +89,7 @@ def _lend(pipe: Connection, config: TransferConfig, there: list[int]) -> None:
     slots = SharedSlots(SLOTS, PAGE_BYTES)
     slots.array[:] = np.random.default_rng(1).integers(0, 256, slots.array.shape, np.uint8)
     ways = outlets(config, slots, SECRET, 0)
-    lender = Lender(("127.0.0.1", 0), SECRET, "bench", FINGERPRINT, slots.array, ways)
+    lender = Lender(("127.0.0.1", 0), SECRET, "bench", FINGERPRINT, slots.array, ways, GEOMETRY)
     lender.grant("lease", [Page(0, at.to_bytes(4, "big"), slot) for at, slot in enumerate(there)])
     pipe.send(lender.port)
     pipe.recv()

@@ -258,13 +258,30 @@ def test_nodes_that_cannot_be_are_refused_at_apply(make: Any) -> None:
     accelerated = {"name": "gpu", "parallelism": {"tensor": 2, "nodes": 2}, "accelerator": {"resource": "nvidia.com/gpu"}}
     with pytest.raises(ValueError, match=r"parallelism.nodes is for pools without devices: accelerator.perNode says"):
         make.model(pools=[accelerated])
-    transfer = {"engine": {"connector": {"type": "transfer", "secretRef": {"name": "kv"}, "memory": "1Gi"}}}
-    roles = [{"name": role.lower(), "role": role, "parallelism": {"tensor": 2, "nodes": 2}} for role in ("Prefill", "Decode")]
-    cores = [pool | {"parallelism": {"data": 2 + at}} for at, pool in enumerate(roles)]
-    assert unsupported(make.model(pools=cores, **transfer).spec) == [], "each has cores of its own"
-    works = "(only 1 works with engine.connector of type transfer)"
-    found = unsupported(make.model(pools=roles, **transfer).spec)
-    assert [f"spec.pools[{pool['name']}].parallelism.nodes {works}" for pool in roles] == found
+
+
+@pytest.mark.req("PD-01")
+def test_pairs_may_have_other_numbers_of_cores_nodes_and_ranks(make: Any) -> None:
+    """The ranks of a node lend at the address of their pod, and workers of one role reach those of the other."""
+    sizes = {"prefill": {"tensor": 4, "nodes": 2}, "decode": {"tensor": 2, "nodes": 2}, "more": {"data": 2}}
+    roles = {"prefill": "Prefill", "decode": "Decode", "more": "Decode"}
+    pools = [{"name": name, "role": roles[name], "parallelism": size} for name, size in sizes.items()]
+    model = make.model(pools=pools, engine={"connector": TRANSFER})
+    assert unsupported(model.spec) == []
+    objects = children(model, RENDERING, extra={})
+    groups = [it["spec"]["leaderWorkerTemplate"] for it in objects if it["kind"] == "LeaderWorkerSet"]
+    pods = [group[which] for group in groups for which in ("leaderTemplate", "workerTemplate")]
+    pods += [it["spec"]["template"] for it in objects if it["kind"] == "Deployment"]
+    assert len(pods) == 5 and len({pod["metadata"]["annotations"]["penstock.dev/kv-layout"] for pod in pods}) == 1
+    for pod in pods:
+        (engine,) = pod["spec"]["containers"]
+        assert any('"kv_ip": "$(POD_IP)"' in it for it in engine["args"]) and "POD_IP" in {it["name"] for it in engine["env"]}
+        assert "kv-transfer" in {it["name"] for it in engine["volumeMounts"]} & {it["name"] for it in pod["spec"]["volumes"]}
+    policies = {it["metadata"]["name"]: it["spec"]["ingress"][-1]["from"] for it in objects if it["kind"] == "NetworkPolicy"}
+    readers = {"podSelector": {"matchLabels": {"penstock.dev/worker-of": "tiny-decode"}}}
+    for name in ("tiny-prefill", "tiny-prefill-workers"):
+        assert readers in policies[name]
+    assert readers not in policies["tiny-more"]
 
 
 def test_data_parallel_ranks_on_cpus_have_a_port_of_events_and_memory_each(make: Any) -> None:
@@ -703,14 +720,16 @@ def test_the_pools_of_a_pair_have_machines_of_their_own(make: Any) -> None:
 
 
 def test_a_pool_that_fits_no_pool_of_the_other_role_is_refused(make: Any) -> None:
-    def refused(*tensors: int) -> list[str]:
+    def refused(*tensors: int, drafts: str = "mtp") -> list[str]:
         names = [("p", "Prefill"), ("d", "Decode"), ("e", "Decode")]
         pools = [{"name": n, "role": role, "parallelism": {"tensor": t}} for (n, role), t in zip(names, tensors, strict=False)]
-        return unsupported(make.model(engine={"connector": TRANSFER}, pools=pools).spec)
+        engine = {"connector": TRANSFER, "speculative": {"method": drafts}}
+        return unsupported(make.model(engine=engine, pools=pools).spec)
 
     assert refused(2, 2) == refused(2, 2, 2) == []
     assert refused(4, 4, 2) == ["spec.pools[e].parallelism.tensor (no pool of the other role has the same, as pairs need)"]
     assert [it.partition(" ")[0] for it in refused(4, 1)] == [f"spec.pools[{name}].parallelism.tensor" for name in "pd"]
+    assert refused(4, 1, drafts="suffix") == [], "heads are put together, and these drafts have no pages"
 
 
 @pytest.mark.parametrize(("claim", "volume"), [(None, {"emptyDir": {}}), ("kv", {"persistentVolumeClaim": {"claimName": "kv"}})])

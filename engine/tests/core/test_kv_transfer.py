@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
+from penstock.engine.cache.layout import KVGroup, KVLayout
+from penstock.engine.cache.pages import PageGeometry
 from penstock.engine.config import ConfigError, TransferConfig
 from penstock.engine.connectors.shared_slots import SharedSlots
 from penstock.engine.connectors.tier_index import Key, TierIndex
@@ -21,15 +23,17 @@ from penstock.engine.connectors.transfer.agent import inlets, outlets
 from penstock.engine.connectors.transfer.config import transfer_config
 from penstock.engine.connectors.transfer.leases import Leases
 from penstock.engine.connectors.transfer.lender import Lender
-from penstock.engine.connectors.transfer.pulls import PATIENCE_S, Pulls
+from penstock.engine.connectors.transfer.pulls import PATIENCE_S, Pulls, lenders
 from penstock.engine.connectors.transfer.reader import Reader
 from penstock.engine.connectors.transfer.transport import page_sum
-from penstock.engine.connectors.transfer.words import Errand, Page, Peer, Pulled
+from penstock.engine.connectors.transfer.words import Errand, Page, Part, Peer, Pulled
 from penstock.engine.messages import RemotePrefix
 from testing.ports import free_ports
 
 SECRET = b"a secret of many bytes"
 PAGE = 100_000
+GEOMETRY = PageGeometry(layers=(), layout=KVLayout((KVGroup((0,), 16, None),), PAGE))
+WHOLE = Part(0, 1, 0, 1, "same", "127.0.0.1", True)
 CONTENT = np.random.default_rng(0).integers(0, 256, (600, PAGE), np.uint8)
 needs_nixl = pytest.mark.skipif(nixl.installed() is None, reason="NIXL is not installed: make kv-parts")
 
@@ -48,9 +52,9 @@ class Pair:
         self.read = np.zeros_like(self.lent)
         config = TransferConfig(role="kv_both", engine_id=f"pair-{self.port}", secret=None, transports=offered or transports)
         self.outlets = outlets(config, shared, SECRET, 0)
-        self.lender = Lender(("127.0.0.1", self.port), SECRET, "lender-1", "same", self.lent, self.outlets)
-        self.inlets = inlets(replace(config, transports=transports), self.read, secret, 0)
-        self.reader = Reader(secret, fingerprint, self.read, self.inlets, 0)
+        self.lender = Lender(("127.0.0.1", self.port), SECRET, "lender-1", "same", self.lent, self.outlets, GEOMETRY)
+        self.inlets = inlets(replace(config, transports=transports), secret, 0)
+        self.reader = Reader(secret, replace(WHOLE, name=fingerprint), GEOMETRY, self.read, self.inlets)
         self.peer = Peer(engine_id, ("127.0.0.1",), self.port)
         self.number = 0
 
@@ -193,7 +197,7 @@ def test_shared_memory_is_for_those_who_know_the_secret_and_cannot_be_written_or
     with pytest.raises(PermissionError):
         mmap.mmap(way._fd, PAGE)
     with pytest.raises(OSError, match="has no slot 600"):
-        way.read(None, [600], [0])
+        way.read(None, [600], [it.read[0]])
     way.close()
     stranger = pair(transports=("shm",), secret=b"another secret of many bytes")
     with pytest.raises(OSError, match="without the secret"):
@@ -216,17 +220,17 @@ def test_a_nixl_read_that_does_not_end_is_given_up_and_its_memory_is_not_used_ag
     inlet = it.inlets["nixl"]
     way = inlet.open(it.outlets["nixl"].offer(), time.monotonic() + 5)
     agent, address = way._peer, way._address
-    inlet.read(agent, address, [7], [0], time.monotonic() + 20)
+    inlet.read(agent, address, [7], [it.read[0]], time.monotonic() + 20)
     assert np.array_equal(it.read[0], it.lent[7])
     state = inlet._agent.check_xfer_state
     monkeypatch.setattr(inlet._agent, "check_xfer_state", lambda handle: "PROC")
     with pytest.raises(TimeoutError):
-        inlet.read(agent, address, [8], [1], time.monotonic() + 0.05)
+        inlet.read(agent, address, [8], [it.read[1]], time.monotonic() + 0.05)
     assert inlet.num_given_up == 1 and not it.read[1].any()
     [(_, stage)] = inlet._given_up
-    assert inlet._take_stage() is not stage
+    assert inlet._take_stage(PAGE) is not stage
     monkeypatch.setattr(inlet._agent, "check_xfer_state", state)
-    inlet.read(agent, address, [9], [2], time.monotonic() + 20)
+    inlet.read(agent, address, [9], [it.read[2]], time.monotonic() + 20)
     assert np.array_equal(it.read[2], it.lent[9]) and inlet.num_given_up == 0
     way.close()
 
@@ -234,7 +238,7 @@ def test_a_nixl_read_that_does_not_end_is_given_up_and_its_memory_is_not_used_ag
 @needs_nixl
 def test_nixl_reads_more_pages_than_a_stage_holds(pair):
     it = pair(transports=("nixl",))
-    it.inlets["nixl"]._pages = 7
+    it.inlets["nixl"]._stage_bytes = 7 * PAGE
     it.lender.grant("a", [Page(0, name(at), at) for at in range(20)])
     assert len(it.pull("a", [name(at) for at in range(20)], range(40, 60)).got) == 20
     assert np.array_equal(it.read[40:60], it.lent[:20])
@@ -259,7 +263,7 @@ def test_a_reader_that_is_not_meant_gets_nothing(pair, how, words):
 def test_a_lender_that_accepts_and_says_nothing_is_given_up(monkeypatch):
     monkeypatch.setattr(reader_module, "PULL_S", 0.5)
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        it = Reader(SECRET, "same", np.zeros((1, PAGE), np.uint8), {}, 0)
+        it = Reader(SECRET, WHOLE, GEOMETRY, np.zeros((1, PAGE), np.uint8), {})
         peer = Peer("x", ("127.0.0.1",), silent.getsockname()[1])
         it.pull(Errand("pull", "a", 1, [Page(0, name(1), 0)], peer))
         deadline = time.monotonic() + 5
@@ -320,6 +324,28 @@ def test_a_lease_ends_by_its_time_and_with_a_page_that_is_forgotten():
     assert [it.action for it in leases.take(31.0)] == ["revoke"] and leases.num_expired == 1
     leases.take(32.0)
     assert all(tier.reserve(Key(0, name(number))) is not None for number in range(10, 14))
+
+
+@pytest.mark.parametrize(
+    ("of", "others", "read"),
+    [
+        (1, 1, [[0], [1]]),
+        (2, 1, [[0], [0], [1], [1]]),
+        (2, 4, [[0, 1], [2, 3], [4, 5], [6, 7]]),
+        (2, 3, [[0, 1], [1, 2], [3, 4], [4, 5]]),
+    ],
+)
+def test_a_rank_reads_each_part_that_has_heads_of_its_own_and_releases_the_lease_at_each(of, others, read):
+    """In a pipeline of two stages."""
+    parts = [Part(stage, 2, number, of, "name", "host", keeps=True) for stage in range(2) for number in range(of)]
+    assert [[*lenders(part, 2 * others)] for part in parts] == read
+    pulls = Pulls(TierIndex(3), 10, ranks=len(parts))
+    pulls.parts = parts
+    for index in (7, 8):
+        pulls.arrived(index, RemotePrefix("lease", "engine", ["host"] * 2 * others, 1, "same", 16, [1]))
+    pulls.begin(7, [Key(0, name(1))], 0.0)
+    pulls.left(8)
+    assert [(it.action, it.readers) for it in pulls.take(0.0)] == [(what, sum(map(len, read))) for what in ("pull", "release")]
 
 
 @pytest.mark.req("PD-07")
@@ -413,9 +439,9 @@ def test_a_secret_is_needed_and_must_be_long_enough(tmp_path):
 def test_a_port_that_is_taken_or_an_address_of_no_interface_is_named(pair):
     it = pair()
     with pytest.raises(ConfigError, match=f"127.0.0.1:{it.port} cannot be listened on: Address already in use"):
-        Lender(("127.0.0.1", it.port), SECRET, "x", "same", it.lent, {})
+        Lender(("127.0.0.1", it.port), SECRET, "x", "same", it.lent, {}, GEOMETRY)
     with pytest.raises(ConfigError, match=r"203.0.113.7:\d+ cannot be listened on: Cannot assign requested address"):
-        Lender(("203.0.113.7", it.port), SECRET, "x", "same", it.lent, {})
+        Lender(("203.0.113.7", it.port), SECRET, "x", "same", it.lent, {}, GEOMETRY)
 
 
 def test_a_transport_whose_package_is_missing_stops_the_start_with_the_command(tmp_path, monkeypatch):

@@ -7,7 +7,7 @@ import torch
 
 from penstock.engine.attention.pages import plane_views
 from penstock.engine.cache.layout import TOKENS, KVLayer, Plane, attention_plane, kv_layout
-from penstock.engine.cache.pages import PageGeometry, PageIdentity, copies, kv_dtypes, pieces
+from penstock.engine.cache.pages import PageGeometry, PageIdentity, copies, kv_dtypes, overlapping, pieces
 from penstock.engine.connectors.keepers import keeper_of
 
 FULL = KVLayer(planes=(attention_plane(2, 8, "bfloat16"),))
@@ -77,9 +77,51 @@ def test_a_page_is_copied_between_layouts_that_group_the_layers_differently():
         assert torch.equal(planes["kv"][blocks[number]].view(torch.uint8), arrived["kv"][2].view(torch.uint8))
 
 
+def heads(number: int, window: int | None = None) -> KVLayer:
+    return KVLayer(planes=(attention_plane(number, 8, "bfloat16"),), window=window)
+
+
+@pytest.mark.parametrize(("parts", "others"), [(1, 2), (2, 1), (2, 3), (6, 1), (3, 2)])
+def test_heads_that_are_cut_otherwise_find_their_places(parts, others):
+    """Six heads; in some cases, the layer of a draft model behind them, which no rank cuts."""
+    whole = [heads(2)] if {parts, others} == {2, 3} else []
+
+    def cut(of: int) -> list[PageGeometry]:
+        return [geometry([heads(6 // of), heads(6 // of, 20), *whole], part, of) for part in range(of)]
+
+    sources, targets = cut(parts), cut(others)
+    assert sources[0].layout.groups == targets[0].layout.groups
+    rng = np.random.default_rng(0)
+    expected = [torch.from_numpy(rng.integers(0, 256, (2, number, 4, 16), np.uint8)) for number in (6, 6, 2)]
+
+    def filled(of: PageGeometry) -> torch.Tensor:
+        memory = torch.zeros(NUM_BLOCKS * of.layout.page_bytes, dtype=torch.uint8)
+        for layer, (number, planes) in enumerate(views(of, memory)):
+            planes["kv"].view(torch.uint8)[1 + number].copy_(part_of(of, layer))
+        return memory
+
+    def part_of(of: PageGeometry, layer: int) -> torch.Tensor:
+        each = 6 // of.parts
+        return expected[layer] if layer == 2 else expected[layer][:, of.part * each : (of.part + 1) * each]
+
+    for target in targets:
+        memory = torch.zeros(NUM_BLOCKS * target.layout.page_bytes, dtype=torch.uint8)
+        for part in overlapping(target.part, others, parts):
+            source, here = sources[part], filled(sources[part])
+            for number in range(len(source.layout.groups)):
+                for group, piece, place in copies(source, number, target):
+                    begin = source.layout.span(1 + number, number).start + piece.begin
+                    to = target.layout.span(1 + group, group).start + place.begin
+                    memory[to : to + place.size] = here[begin : begin + piece.size]
+        for layer, (number, planes) in enumerate(views(target, memory)):
+            assert torch.equal(planes["kv"].view(torch.uint8)[1 + number], part_of(target, layer))
+
+
 def test_ends_that_do_not_fit_are_refused_by_name():
     with pytest.raises(ValueError, match="part 0 of 2 has other heads than part 1 of 2"):
         list(copies(geometry([FULL], 0, 2), 0, geometry([FULL], 1, 2)))
+    with pytest.raises(ValueError, match="part 0 of 3 has other heads than part 1 of 2"):
+        list(copies(geometry([heads(2)], 0, 3), 0, geometry([heads(3)], 1, 2)))
     with pytest.raises(ValueError, match="layer 1 keeps 'kv' of another size or none"):
         list(copies(geometry([FULL, FULL]), 0, geometry([FULL, SCALED])))
 

@@ -460,7 +460,7 @@ def test_replicas_with_other_stages_read_nothing_of_each_other(pair, monkeypatch
     decode.add(msgspec.structs.replace(request, remote=remote))
     decode.run(request.index)
     ended = decode.finished[request.index]
-    assert ended.reason is FinishReason.ERROR and "remote_fingerprint" in ended.error and "ranks" in ended.error
+    assert ended.reason is FinishReason.ERROR and "remote_fingerprint" in ended.error and "stages" in ended.error
     decode.add(msgspec.structs.replace(request, index=77, remote=msgspec.structs.replace(remote, optional=True)))
     decode.run(77)
     alone.add(msgspec.structs.replace(request, index=78))
@@ -490,6 +490,34 @@ def test_a_latent_goes_from_one_rank_to_one_however_many_have_it(pair, ranks):
     assert told.failed_pages == 0 < told.pulled_bytes
     prefill.settle()
     decode.settle()
+
+
+@pytest.mark.req("DX-04", "PD-04")
+@pytest.mark.parametrize(
+    ("family", "ranks", "transport", "ports"),
+    [
+        pytest.param("llama", (2, 1, 1), "tcp", 2, id="two parts become one"),
+        pytest.param("gemma2", (1, 2, 1), "shm", 1, id="one part becomes two, with windows"),
+    ],
+)
+def test_heads_that_are_cut_among_other_numbers_of_ranks_are_put_together(pair, family, ranks, transport, ports):
+    """In float32 the tokens are the same, too."""
+    prefill, decode, alone = pair(family, (transport,), ranks=ranks)
+    for request in several(2):
+        alone.add(request)
+        alone.run(request.index)
+        remote = prefill.lend(request)
+        assert len(remote.hosts) == ports
+        decode.computed = 0
+        decode.add(msgspec.structs.replace(request, remote=remote))
+        decode.run(request.index)
+        assert decode.tokens[request.index] == alone.tokens[request.index]
+        rest = len(request.prompt_token_ids) - remote.num_tokens
+        assert decode.computed == rest + len(decode.tokens[request.index]) - 1, "a token that was sent has been computed"
+    assert decode.told().transfer.failed_pages == 0 < decode.told().transfer.pulled_bytes
+    prefill.settle()
+    decode.settle()
+    assert prefill.told().transfer.expired_leases == 0, "each rank has released at each that it has read from"
 
 
 @pytest.mark.req("DX-04", "PD-04")

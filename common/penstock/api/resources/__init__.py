@@ -12,7 +12,7 @@ from penstock.api.resources.model import Engine, InferenceModel, InferenceModelS
 from penstock.api.resources.model_status import InferenceModelStatus, Learned, PoolScalingStatus
 from penstock.api.resources.pools import MAX_POOLS, Parallelism, Pool, Rollout, Routing
 from penstock.api.resources.scaling import Hint, Scaling, SharedScaling, Slo
-from penstock.api.resources.support import unsupported
+from penstock.api.resources.support import kv_alike, unsupported
 
 __all__ = [
     "MAX_POOLS",
@@ -44,6 +44,7 @@ __all__ = [
     "Slo",
     "Source",
     "crds",
+    "kv_alike",
     "seconds",
     "unsupported",
 ]

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from typing import Final
 
+from penstock.api.kv_pairs import alike
 from penstock.api.resources.model import InferenceModelSpec
 from penstock.api.resources.pools import Parallelism, Pool
 
@@ -84,18 +85,19 @@ def _rest(spec: InferenceModelSpec) -> Iterator[str]:
 def _pairs(spec: InferenceModelSpec) -> Iterator[str]:
     """Pools of one role whose replicas could exchange KV pages with none of the other."""
     for role, other in (("Prefill", "Decode"), ("Decode", "Prefill")):
-        others = [pool.parallelism for pool in spec.pools if pool.role == other]
+        others = [kv_alike(spec, pool.parallelism) for pool in spec.pools if pool.role == other]
         for pool in spec.pools:
-            ranks = pool.parallelism
-            if pool.role != role or not others or any(_alike(ranks, it) for it in others):
+            ours = kv_alike(spec, pool.parallelism)
+            if pool.role != role or not others or ours in others:
                 continue
-            name = "pipeline" if ranks.tensor in [it.tensor for it in others] else "tensor"
+            name = next((name for name in ours if ours[name] not in [it[name] for it in others]), "tensor")
             yield f"spec.pools[{pool.name}].parallelism.{name} (no pool of the other role has the same, as pairs need)"
 
 
-def _alike(one: Parallelism, other: Parallelism) -> bool:
-    """Whether each rank of one replica finds a rank of the other with the same part of the model."""
-    return (one.tensor, one.pipeline) == (other.tensor, other.pipeline)
+def kv_alike(spec: InferenceModelSpec, ranks: Parallelism) -> dict[str, int]:
+    """What must be equal in two pools whose replicas hand KV pages over to each other."""
+    drafts = spec.engine.speculative
+    return alike(ranks.tensor, ranks.pipeline, None if drafts is None else drafts.method)
 
 
 def _pool(pool: Pool, *, transfers: bool) -> Iterator[str]:
@@ -105,8 +107,6 @@ def _pool(pool: Pool, *, transfers: bool) -> Iterator[str]:
     for name, number in (("tensor", ranks.tensor), ("pipeline", ranks.pipeline), ("data", ranks.data)):
         if number != 1 and pool.has_devices:
             yield f"{path}.parallelism.{name} (only 1 works with devices; more work on CPUs)"
-    if ranks.nodes != 1 and transfers:
-        yield f"{path}.parallelism.nodes (only 1 works with engine.connector of type transfer)"
     if ranks.expert.enabled and pool.has_devices:
         yield f"{path}.parallelism.expert.enabled (experts are spread on CPUs alone)"
     elif ranks.expert.enabled and ranks.pipeline != 1 and ranks.data != 1:

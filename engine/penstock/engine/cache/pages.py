@@ -67,17 +67,20 @@ def pieces(geometry: PageGeometry, group: int) -> list[Piece]:
     return found
 
 
+def overlapping(part: int, parts: int, others: int) -> range:
+    """The parts that have some of the heads of one part, where the same heads are cut into so many others."""
+    return range(part * others // parts, -(-(part + 1) * others // parts))
+
+
 def copies(source: PageGeometry, group: int, target: PageGeometry) -> Iterator[tuple[int, Piece, Piece]]:
-    """How a block of a group is copied into pages of another geometry: (the target's group, from, to) for each plane.
+    """How a block of a group is copied into pages of another geometry: (the target's group, from, to) for each plane, or for keys
+    and values of each head that both ends have where they cut the heads differently.
 
     Raises:
-        ValueError: The two ends cut the model differently, or keep another number of tokens in a block of some layer.
+        ValueError: The two ends have no head in common, or keep another number of tokens in a block of some layer.
     """
-    if (source.part, source.parts) != (target.part, target.parts):
-        raise ValueError(
-            f"part {source.part} of {source.parts} has other heads than part {target.part} of {target.parts}: "
-            "pages of another cut are not copied"
-        )
+    if source.part not in overlapping(target.part, target.parts, source.parts):
+        raise ValueError(f"part {source.part} of {source.parts} has other heads than part {target.part} of {target.parts}")
     placed = {
         (piece.layer, piece.plane): (number, piece)
         for number in range(len(target.layout.groups))
@@ -85,9 +88,26 @@ def copies(source: PageGeometry, group: int, target: PageGeometry) -> Iterator[t
     }
     for piece in pieces(source, group):
         number, place = placed.get((piece.layer, piece.plane), (-1, piece))
-        if number < 0 or place.size != piece.size:
+        if number >= 0 and place.size == piece.size:
+            yield number, piece, place
+        elif number >= 0 and place.size * target.parts == piece.size * source.parts:
+            yield from ((number, *pair) for pair in _common(source, piece, target, place))
+        else:
             raise ValueError(f"layer {piece.layer} keeps {piece.plane!r} of another size or none at the other end")
-        yield number, piece, place
+
+
+def _common(source: PageGeometry, piece: Piece, target: PageGeometry, place: Piece) -> Iterator[tuple[Piece, Piece]]:
+    """Keys, and then values, of each head that is in both parts of a plane."""
+    here, there = (next(it for it in of.layers[piece.layer].planes if it.name == piece.plane) for of in (source, target))
+    each = piece.size // (2 * here.shape[1])
+    first, begin = source.part * here.shape[1], target.part * there.shape[1]
+    for head in range(max(first, begin), min(first + here.shape[1], begin + there.shape[1])):
+        for half in range(2):
+            row, place_row = half * here.shape[1] + head - first, half * there.shape[1] + head - begin
+            yield (
+                Piece(piece.layer, piece.plane, piece.begin + row * each, each),
+                Piece(piece.layer, piece.plane, place.begin + place_row * each, each),
+            )
 
 
 def kv_dtypes(layers: Sequence[KVLayer]) -> str:

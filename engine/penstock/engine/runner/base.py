@@ -127,13 +127,18 @@ class RunnerBase(Turns[Runtime, Step, Sampled]):
         heads, model = self._shard.kv_heads(self.decoder_config.num_kv_heads).size, config.model
         kv_dtype = model.kv_dtype or model.dtype
         self._kv_layers = kv_layers(self.decoder_config, heads, kv_dtype, model.max_model_len)
+        all_heads = self.decoder_config.num_kv_heads
+        self._whole_kv_layers = kv_layers(self.decoder_config, all_heads, kv_dtype, model.max_model_len)
+        """What all ranks of tensor parallelism keep together."""
         self._same_pages = self._shard.replicas(1 if self.decoder_config.latent else self.decoder_config.num_kv_heads)
         """Neighbouring ranks, this one included, whose pages have the same bytes: those of one KV head, or of a latent."""
         self._kv_dtype: torch.dtype = getattr(torch, self._kv_layers[0].planes[0].dtype)
         drafter = DraftCheckpoint.read(config.speculative, model)
         if drafter is not None:
             whole = drafter.config.num_kv_heads
-            self._kv_layers += kv_layers(drafter.config, whole, kv_dtype, model.max_model_len)
+            drafts = kv_layers(drafter.config, whole, kv_dtype, model.max_model_len)
+            self._kv_layers += drafts
+            self._whole_kv_layers += drafts
         self._drafter = drafter if self._stage.last else None
         """Where tokens are sampled, and their states are."""
         head = None if drafter is None else drafter.head
@@ -584,12 +589,16 @@ class RunnerBase(Turns[Runtime, Step, Sampled]):
         """Begins to lend and read pages of these weights, under the engine's id; returns what this rank has of each page."""
         config, number = self.config.transfer, 0 if self._group is None else self._group.number
         assert config is not None and self._host_pages is not None, "there is nothing to transfer"
-        part = Part(number // self._same_pages, self._namespace().name, config.host)
+        space, of = self._namespace(), self._shard.world // self._same_pages
+        layout = KVLayout(self._layout.groups, 0)
+        whole = msgspec.structs.replace(space, geometry=PageGeometry(layers=tuple(self._whole_kv_layers), layout=layout))
+        place = self._stage.rank, self._stage.world, space.geometry.part, of
+        part = Part(*place, whole.name, config.host, self._keeps_pages)
         if not self._keeps_pages:
             return part
         if self._agent is None:
             config, first = msgspec.structs.replace(config, engine_id=engine_id), number % self._same_pages == 0
-            self._agent = Agent(config, part, self._host_pages, number, lends=config.lends and first)
+            self._agent = Agent(config, part, space.geometry, self._host_pages, number, lends=config.lends and first)
         else:
             self._agent.rename(part.name)
         return part

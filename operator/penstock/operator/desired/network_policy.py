@@ -6,6 +6,7 @@ from typing import Final
 from penstock.api import labels
 from penstock.api.resources import InferenceModel, Pool
 from penstock.operator.desired.arguments import ADMIN, event_ports
+from penstock.operator.desired.devices import nodes
 from penstock.operator.desired.names import child_name, metadata, selector
 from penstock.operator.objects import Object
 
@@ -46,7 +47,8 @@ def network_policy(model: InferenceModel, pool: Pool, template: Object, system_n
 
 
 def worker_network_policy(model: InferenceModel, pool: Pool) -> Object:
-    """Return the NetworkPolicy of the workers of a pool whose replicas span nodes: only the model's own pods reach them."""
+    """Return the NetworkPolicy of the workers of a pool whose replicas span nodes: only the model's own pods reach them, those of
+    the other role to read KV pages."""
     named = metadata(model, pool)
     chosen = {labels.WORKER_OF: named["name"]}
     return _policy({**named, "name": f"{named['name']}-workers"}, chosen, [{"from": _own_pods(model, pool)}])
@@ -62,9 +64,10 @@ def _policy(named: Object, chosen: dict[str, str], ingress: list[Object]) -> Obj
 
 
 def _own_pods(model: InferenceModel, pool: Pool) -> list[Object]:
-    """The model's replicas, and the workers of this pool."""
-    found = ({labels.MODEL: model.metadata.name}, {labels.WORKER_OF: child_name(model.metadata.name, pool.name)})
-    return [{"podSelector": {"matchLabels": it}} for it in found]
+    """The model's replicas, the workers of this pool, and those of pools whose replicas read its KV pages."""
+    others = [it for it in model.spec.pools if it.role != pool.role and nodes(it) > 1]
+    workers = ({labels.WORKER_OF: child_name(model.metadata.name, it.name)} for it in (pool, *others))
+    return [{"podSelector": {"matchLabels": it}} for it in ({labels.MODEL: model.metadata.name}, *workers)]
 
 
 def _declared(spec: Object) -> list[Port]:

@@ -9,7 +9,7 @@ from functools import reduce
 from typing import Any, cast
 
 from penstock.api import labels
-from penstock.api.resources import InferenceModel, Pool, seconds
+from penstock.api.resources import InferenceModel, Pool, kv_alike, seconds
 from penstock.operator import restrictions
 from penstock.operator.desired.arguments import ADMIN, HTTP, KV_DISK, KV_SECRET, KV_SECRET_KEY, engine_args, event_ports
 from penstock.operator.desired.devices import asks_for_device, devices, engine_requests, unnamed
@@ -19,7 +19,7 @@ from penstock.operator.objects import AnyObject, Object
 from penstock.operator.overlay import merge
 from penstock.operator.restrictions import Allowances
 
-TEMPLATE_VERSION = 5
+TEMPLATE_VERSION = 6
 """Version of the templates that `pod_template` renders. Raise it with every change of what an unchanged spec renders to. It is
 only
 shown to people: an upgrade restarts no replicas because revisions hold their templates (see `rollout.revisions`)."""
@@ -161,14 +161,13 @@ def _check_new_template(pool: Pool, rendering: Rendering) -> None:
 
 def kv_layout(model: InferenceModel, pool: Pool, fetched: Fetched | None = None) -> str:
     """Fingerprint of all that decides the content and layout of a replica's KV cache: blocks travel only between equal ones."""
-    engine, parallelism = model.spec.engine, pool.parallelism
+    engine = model.spec.engine
     facts = {
         "source": model.spec.source.model_dump(mode="json", include={"uri", "revision", "load_format"}),
         **({} if fetched is None else {"version": fetched.version}),
         "engine": engine.model_dump(mode="json", include={"image", "dtype", "quantization", "extra_args"}),
         "block_size": engine.limits.block_size,
-        "tensor": parallelism.tensor,
-        "pipeline": parallelism.pipeline,
+        **kv_alike(model.spec, pool.parallelism),
     }
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
 

@@ -1,8 +1,6 @@
 """A rank's half of the transfer: it lends pages, reads pages, or both."""
 
-import numpy as np
-import numpy.typing as npt
-
+from penstock.engine.cache.pages import PageGeometry
 from penstock.engine.config import TransferConfig, TransportName
 from penstock.engine.connectors.host_pages import HostPages
 from penstock.engine.connectors.shared_slots import SharedSlots
@@ -21,6 +19,7 @@ class Agent:
     Args:
         config: The replica's.
         part: Of pages that this rank has.
+        geometry: Of that part.
         pages: The host's memory; shared where the rank lends.
         rank: Its number among those of all pipeline stages.
         lends: Whether it does: of those with the same part, the first one. The others may be on other nodes.
@@ -29,16 +28,19 @@ class Agent:
         ConfigError: The secret cannot be read, the port is taken, or a transport is not there.
     """
 
-    def __init__(self, config: TransferConfig, part: Part, pages: HostPages, rank: int, *, lends: bool) -> None:
+    def __init__(
+        self, config: TransferConfig, part: Part, geometry: PageGeometry, pages: HostPages, rank: int, *, lends: bool
+    ) -> None:
         secret = read_secret(config.secret)
         self._reader = None
         if config.reads:
-            self._reader = Reader(secret, part.name, pages.slots, inlets(config, pages.slots, secret, rank), part.number)
+            self._reader = Reader(secret, part, geometry, pages.slots, inlets(config, secret, rank))
         self._lender = None
         if lends:
             assert pages.shared is not None, "this replica lends pages of its own memory alone"
-            ways, address = outlets(config, pages.shared, secret, rank), (config.host, config.port + part.number)
-            self._lender = Lender(address, secret, config.engine_id, part.name, pages.slots, ways)
+            ways, port = outlets(config, pages.shared, secret, rank), config.port + part.stage * part.of + part.number
+            address = config.host, port
+            self._lender = Lender(address, secret, config.engine_id, part.name, pages.slots, ways, geometry)
 
     def run(self, errands: list[Errand]) -> None:
         """Does or begins each of them."""
@@ -80,15 +82,15 @@ def outlets(config: TransferConfig, slots: SharedSlots, secret: bytes, rank: int
     return made
 
 
-def inlets(config: TransferConfig, slots: npt.NDArray[np.uint8], secret: bytes, rank: int) -> dict[TransportName, Inlet]:
+def inlets(config: TransferConfig, secret: bytes, rank: int) -> dict[TransportName, Inlet]:
     """Return the reader's half of each transport of the configuration, in its order; `ConfigError` as for `outlets`."""
     made: dict[TransportName, Inlet] = {}
     for name in config.transports:
         match name:
             case "tcp":
-                made[name] = TcpInlet(slots)
+                made[name] = TcpInlet()
             case "shm":
-                made[name] = SharedMemoryInlet(slots, secret)
+                made[name] = SharedMemoryInlet(secret)
             case "nixl":
-                made[name] = NixlInlet(f"{config.engine_id}-{rank}-reads", slots)
+                made[name] = NixlInlet(f"{config.engine_id}-{rank}-reads")
     return made

@@ -88,7 +88,7 @@ class Leases:
         return due
 
     def released(self, name: str, readers: int) -> None:
-        """One of so many ranks of the reader needs a lease no longer."""
+        """One of the reader's ranks needs a lease no longer, which has so many such words to come in all."""
         if name in self._leases:
             self._releases[name] += 1
             if self._releases[name] >= readers:

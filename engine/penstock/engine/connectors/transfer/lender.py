@@ -11,6 +11,7 @@ from collections.abc import Mapping
 import numpy as np
 import numpy.typing as npt
 
+from penstock.engine.cache.pages import PageGeometry
 from penstock.engine.config import ConfigError, TransportName
 from penstock.engine.connectors.transfer import wire
 from penstock.engine.connectors.transfer.transport import Outlet, page_sum
@@ -41,6 +42,7 @@ class Lender:
         fingerprint: What decides about the bytes of its pages.
         slots: [slots, bytes of a page] of the host's memory.
         outlets: What pages can go by.
+        geometry: Of this rank's pages.
     """
 
     def __init__(
@@ -51,9 +53,10 @@ class Lender:
         fingerprint: str,
         slots: npt.NDArray[np.uint8],
         outlets: Mapping[TransportName, Outlet],
+        geometry: PageGeometry,
     ) -> None:
         self._secret, self._engine_id, self._fingerprint = secret, engine_id, fingerprint
-        self._slots = slots
+        self._slots, self._geometry = slots, geometry
         self._outlets: dict[str, Outlet] = {**outlets}
         self._changed = threading.Condition()
         self._leases: dict[str, dict[tuple[int, bytes], int]] = {}
@@ -99,7 +102,7 @@ class Lender:
         _shut(readers)
 
     def take(self) -> tuple[list[tuple[str, int]], list[str]]:
-        """Leases released, each with the number of ranks that do so, and leases renewed since the last call."""
+        """Leases released, each with how often the reader does so in all, and leases renewed since the last call."""
         with self._changed:
             released, self._released = self._released, []
             renewed, self._renewed = self._renewed, []
@@ -139,7 +142,7 @@ class Lender:
         stream = Stream(sock, time.monotonic() + GRANT_S)
         try:
             offers = {name: outlet.offer() for name, outlet in self._outlets.items()}
-            wire.admit(stream, self._secret, self._engine_id, self._fingerprint, offers)
+            wire.admit(stream, self._secret, self._engine_id, self._fingerprint, offers, self._geometry)
             while True:
                 stream.deadline = time.monotonic() + IDLE_S
                 self._obey(stream, stream.receive(wire.Ask))

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from penstock.engine.config import ConfigError
 from penstock.engine.connectors.transfer import wire
-from penstock.engine.connectors.transfer.transport import await_read
+from penstock.engine.connectors.transfer.transport import Bytes, await_read
 from penstock.engine.connectors.transfer.wire import Stream
 
 PACKAGES: Final = ("nixl_cu12", "nixl_cu13", "nixl")
@@ -36,7 +36,6 @@ class _Offer(msgspec.Struct, frozen=True):
     """NIXL's, of the lender's agent."""
     address: int
     """Of slot 0, in the lender's process."""
-    page_bytes: int
 
 
 def installed() -> str | None:
@@ -59,7 +58,7 @@ class NixlOutlet:
         self._slots = slots  # as long as it is registered
         self._agent = _agent(name)
         self._registered = self._agent.register_memory([_range(slots)], _MEMORY)
-        self._offer = _Offer(self._agent.get_agent_metadata(), slots.ctypes.data, slots.shape[1])
+        self._offer = _Offer(self._agent.get_agent_metadata(), slots.ctypes.data)
 
     def offer(self) -> bytes:
         """The agent, and where the slots lie."""
@@ -79,20 +78,18 @@ class NixlInlet:
 
     Args:
         name: Of the agent.
-        slots: [slots, bytes of a page].
-        stage_bytes: Of each stage; it holds one page at least.
+        stage_bytes: Of each stage, but one page at least.
 
     Raises:
         ConfigError: NIXL is not installed.
     """
 
-    def __init__(self, name: str, slots: npt.NDArray[np.uint8], stage_bytes: int = STAGE_BYTES) -> None:
-        self._slots = slots
-        self._pages = max(1, min(len(slots), stage_bytes // slots.shape[1]))
+    def __init__(self, name: str, stage_bytes: int = STAGE_BYTES) -> None:
+        self._stage_bytes = stage_bytes
         self._agent = _agent(name)
         self._lock = threading.Lock()
-        self._free: list[npt.NDArray[np.uint8]] = []
-        self._given_up: list[tuple[Any, npt.NDArray[np.uint8]]] = []
+        self._free: list[Bytes] = []
+        self._given_up: list[tuple[Any, Bytes]] = []
         self._users = Counter[str]()
         """Ways that are open, by agent."""
 
@@ -104,8 +101,6 @@ class NixlInlet:
     def open(self, offer: bytes, deadline: float) -> "_Remote":
         """Makes the lender's agent known to ours."""
         read = msgspec.msgpack.decode(offer, type=_Offer)
-        if read.page_bytes != self._slots.shape[1]:
-            raise OSError(f"its pages have {read.page_bytes:,} bytes, and those here {self._slots.shape[1]:,}")
         with self._lock:
             try:
                 name = self._agent.add_remote_agent(read.metadata)
@@ -114,17 +109,19 @@ class NixlInlet:
             self._users[name.decode()] += 1
         return _Remote(self, name.decode(), read.address)
 
-    def read(self, peer: str, address: int, theirs: Sequence[int], ours: Sequence[int], deadline: float) -> None:
+    def read(self, peer: str, address: int, theirs: Sequence[int], into: Sequence[Bytes], deadline: float) -> None:
         """Reads pages of a lender whose slot 0 is at `address`, a stage at a time."""
-        for first in range(0, len(theirs), self._pages):
-            there, here = theirs[first : first + self._pages], ours[first : first + self._pages]
-            stage = self._take_stage()
+        size = len(into[0]) if into else 1
+        pages = max(1, self._stage_bytes // size)
+        for first in range(0, len(theirs), pages):
+            there, here = theirs[first : first + pages], into[first : first + pages]
+            stage = self._take_stage(pages * size)
             handle = None
             try:
-                handle = self._begin(peer, address, there, stage)
+                handle = self._begin(peer, address, there, stage, size)
                 self._await(handle, deadline)
-                for number, slot in enumerate(here):
-                    self._slots[slot] = stage[number]
+                for number, buffer in enumerate(here):
+                    buffer[:] = stage[number * size : (number + 1) * size]
             except Exception as error:
                 if handle is not None and self._is_under_way(handle):
                     with self._lock:
@@ -149,8 +146,7 @@ class NixlInlet:
                 if not self._given_up:
                     self._agent.remove_remote_agent(peer)
 
-    def _begin(self, peer: str, address: int, theirs: Sequence[int], stage: npt.NDArray[np.uint8]) -> Any:
-        size = self._slots.shape[1]
+    def _begin(self, peer: str, address: int, theirs: Sequence[int], stage: Bytes, size: int) -> Any:
         to = [(stage.ctypes.data + number * size, size, _DEVICE) for number in range(len(theirs))]
         of = [(address + slot * size, size, _DEVICE) for slot in theirs]
         with self._lock:
@@ -184,17 +180,18 @@ class NixlInlet:
             _log.debug("a read of KV pages ended: %s", error)
             return False
 
-    def _take_stage(self) -> npt.NDArray[np.uint8]:
-        """A stage that nobody writes to, one of a read that has ended meanwhile perhaps."""
+    def _take_stage(self, size: int) -> Bytes:
+        """A stage of so many bytes that nobody writes to, one of a read that has ended meanwhile perhaps."""
         ended = [it for it in list(self._given_up) if not self._is_under_way(it[0])]
         with self._lock:
             for it in ended:
                 self._given_up.remove(it)
                 self._agent.release_xfer_handle(it[0])
                 self._free.append(it[1])
-            if self._free:
-                return self._free.pop()
-        stage = np.empty((self._pages, self._slots.shape[1]), np.uint8)
+            if (fits := next((it for it in self._free if len(it) >= size), None)) is not None:
+                self._free = [it for it in self._free if it is not fits]
+                return fits
+        stage = np.empty(size, np.uint8)
         with self._lock:
             self._agent.register_memory([_range(stage)], _MEMORY)
         return stage
@@ -206,9 +203,9 @@ class _Remote:
     def __init__(self, inlet: NixlInlet, peer: str, address: int) -> None:
         self._inlet, self._peer, self._address = inlet, peer, address
 
-    def read(self, stream: Stream, theirs: Sequence[int], ours: Sequence[int]) -> None:
+    def read(self, stream: Stream, theirs: Sequence[int], into: Sequence[Bytes]) -> None:
         """Reads pages, and says so."""
-        self._inlet.read(self._peer, self._address, theirs, ours, stream.deadline)
+        self._inlet.read(self._peer, self._address, theirs, into, stream.deadline)
         stream.send(wire.Read())
 
     def close(self) -> None:

@@ -5,9 +5,10 @@ from collections.abc import Sequence
 
 import msgspec
 
+from penstock.engine.cache.pages import overlapping
 from penstock.engine.connectors.load_costs import TierLoads
 from penstock.engine.connectors.tier_index import Key, TierIndex
-from penstock.engine.connectors.transfer.words import Errand, Page, Peer, Pulled
+from penstock.engine.connectors.transfer.words import Errand, Page, Part, Peer, Pulled
 from penstock.engine.messages import RemotePrefix
 
 PATIENCE_S = 12.0
@@ -47,6 +48,8 @@ class Pulls:
         self._due: list[Errand] = []
         self._renewed_at = 0.0
         self._number = 0
+        self.parts: Sequence[Part] = ()
+        """What each rank that reads has of a page; set when the weights are known."""
         self.times = TierLoads()
         """Of pulls that brought all pages, from the decision to fetch them."""
         self.num_pulls = self.num_failed_pages = self.num_bytes = 0
@@ -68,7 +71,7 @@ class Pulls:
     def left(self, index: int) -> None:
         """The request needs nothing of another replica any more."""
         if (remote := self._waiting.pop(index, None)) is not None:
-            self._due.append(Errand("release", remote.lease, peer=_peer(remote), readers=self._ranks))
+            self._due.append(Errand("release", remote.lease, peer=_peer(remote), readers=self._readers(remote)))
 
     def begin(self, index: int, keys: Sequence[Key], now: float) -> bool:
         """Begins to read what the host's memory lacks of these pages; False: nothing is on its way, and the lease is released."""
@@ -85,7 +88,7 @@ class Pulls:
         keys, slots = [key for key, _ in taken], [slot for _, slot in taken]
         self._under[self._number] = _Pull(index, keys, slots, now)
         pages = [Page(key.group, key.block_hash, slot) for key, slot in taken]
-        self._due.append(Errand("pull", remote.lease, self._number, pages, _peer(remote), self._ranks))
+        self._due.append(Errand("pull", remote.lease, self._number, pages, _peer(remote), self._readers(remote)))
         return True
 
     def take(self, now: float) -> list[Errand]:
@@ -117,6 +120,10 @@ class Pulls:
         if pull.index >= 0:
             self._over.append(pull.index)
 
+    def _readers(self, remote: RemotePrefix) -> int:
+        """How often ranks here read a part there."""
+        return sum(len(lenders(part, len(remote.hosts))) for part in self.parts)
+
     def take_waits(self, now: float) -> list[int]:
         """Requests that need wait no longer: their pages are there, or do not come."""
         for pull in self._under.values():
@@ -125,6 +132,18 @@ class Pulls:
                 pull.index = -1
         over, self._over = self._over, []
         return over
+
+
+def lenders(part: Part, others: int) -> range:
+    """The parts of another replica, counted through all of its stages, that have what a rank here needs of a page.
+
+    Args:
+        part: The rank's.
+        others: Parts of the other replica, which has as many stages.
+    """
+    of = others // part.stages
+    found = overlapping(part.number, part.of, of)
+    return range(part.stage * of + found.start, part.stage * of + found.stop)
 
 
 def _peer(remote: RemotePrefix) -> Peer:

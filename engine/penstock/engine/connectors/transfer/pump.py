@@ -33,10 +33,11 @@ class TransferPump:
         self.pump(now)  # what is due belongs to the weights before
         told: list[Part] = self._executor.call("open_transfer", self._transfer.engine_id)
         # Of ranks with the same part the first one lends it.
-        parts = {part.number: part for part in reversed(told)}
-        kept = [parts[number] for number in sorted(parts)]
-        self._transfer.fingerprint = hashlib.sha256(" ".join(part.name for part in kept).encode()).hexdigest()[:32]
-        self._transfer.hosts = [part.host for part in kept]
+        parts = {(part.stage, part.number): part for part in reversed(told)}
+        stages = dict.fromkeys(part.name for part in told)
+        self._transfer.fingerprint = hashlib.sha256(" ".join(stages).encode()).hexdigest()[:32]
+        self._transfer.hosts = [parts[place].host for place in sorted(parts)]
+        self._transfer.pulls.parts = [part for part in told if part.keeps]
 
     def pump(self, now: float) -> None:
         """Has errands done that are due, and takes in what the ranks have heard."""

@@ -16,12 +16,10 @@ import time
 from collections.abc import Sequence
 
 import msgspec
-import numpy as np
-import numpy.typing as npt
 
 from penstock.engine.connectors.shared_slots import SharedSlots
 from penstock.engine.connectors.transfer import wire
-from penstock.engine.connectors.transfer.transport import await_read
+from penstock.engine.connectors.transfer.transport import Bytes, await_read
 from penstock.engine.connectors.transfer.wire import Stream
 
 HAND_OUT_S = 3.0
@@ -34,7 +32,6 @@ _log = logging.getLogger(__name__)
 class _Offer(msgspec.Struct, frozen=True):
     name: bytes
     """Of the socket, after the zero byte."""
-    page_bytes: int
 
 
 class SharedMemoryOutlet:
@@ -47,7 +44,7 @@ class SharedMemoryOutlet:
 
     def __init__(self, slots: SharedSlots, secret: bytes) -> None:
         self._slots, self._secret = slots, secret
-        self._offer = _Offer(b"penstock-kv-" + secrets.token_hex(16).encode(), slots.array.shape[1])
+        self._offer = _Offer(b"penstock-kv-" + secrets.token_hex(16).encode())
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.bind(b"\0" + self._offer.name)
         self._socket.listen()
@@ -95,18 +92,15 @@ class SharedMemoryInlet:
     """Copies pages out of lenders' memory.
 
     Args:
-        slots: [slots, bytes of a page].
         secret: What the lenders know, too.
     """
 
-    def __init__(self, slots: npt.NDArray[np.uint8], secret: bytes) -> None:
-        self._slots, self._secret = slots, secret
+    def __init__(self, secret: bytes) -> None:
+        self._secret = secret
 
     def open(self, offer: bytes, deadline: float) -> "_Mapped":
         """Fetches the descriptor."""
         read = msgspec.msgpack.decode(offer, type=_Offer)
-        if read.page_bytes != self._slots.shape[1]:
-            raise OSError(f"its pages have {read.page_bytes:,} bytes, and those here {self._slots.shape[1]:,}")
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as asking:
             asking.settimeout(max(0.001, min(HAND_OUT_S, deadline - time.monotonic())))
             asking.connect(b"\0" + read.name)
@@ -114,23 +108,22 @@ class SharedMemoryInlet:
             said, fds, _, _ = socket.recv_fds(asking, 1, 1)
         if not fds:
             raise OSError(f"the lender hands its memory out to nobody without the secret ({said!r})")
-        return _Mapped(fds[0], self._slots)
+        return _Mapped(fds[0])
 
 
 class _Mapped:
     """One lender's memory."""
 
-    def __init__(self, fd: int, slots: npt.NDArray[np.uint8]) -> None:
-        self._fd, self._slots = fd, slots
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
 
-    def read(self, stream: Stream, theirs: Sequence[int], ours: Sequence[int]) -> None:
+    def read(self, stream: Stream, theirs: Sequence[int], into: Sequence[Bytes]) -> None:
         """Copies pages, and says so.
 
         `pread` and no mapping: a mapping of a lender that has shrunk its memory would kill this process.
         """
-        size = self._slots.shape[1]
-        for there, here in zip(theirs, ours, strict=True):
-            view, offset = memoryview(self._slots[here]), there * size
+        for there, buffer in zip(theirs, into, strict=True):
+            view, offset = buffer.data, there * len(buffer)
             while len(view):
                 if not (got := os.preadv(self._fd, [view], offset)):
                     raise OSError(f"the lender's memory has no slot {there}")

@@ -50,7 +50,7 @@ class Transfer:
         if remote.fingerprint != self.fingerprint:
             return (
                 f"remote_fingerprint {remote.fingerprint} is not {self.fingerprint}: the other replica has other weights, "
-                "dtypes, layout, ranks or version"
+                "dtypes, layout, stages or version"
             )
         if not 0 < remote.num_tokens < num_tokens or remote.num_tokens % self._kv.block_size:
             return (

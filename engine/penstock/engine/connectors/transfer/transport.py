@@ -12,6 +12,7 @@ import numpy.typing as npt
 from penstock.engine.connectors.transfer import wire
 from penstock.engine.connectors.transfer.wire import Stream
 
+Bytes = npt.NDArray[np.uint8]
 _WORD: Final = 8
 
 
@@ -34,10 +35,10 @@ class Outlet(Protocol):
 class Way(Protocol):
     """The reader's half, opened to one lender."""
 
-    def read(self, stream: Stream, theirs: Sequence[int], ours: Sequence[int]) -> None:
-        """Fills our slots with the pages of their slots; `OSError`, which `TimeoutError` is, where that fails.
+    def read(self, stream: Stream, theirs: Sequence[int], into: Sequence[Bytes]) -> None:
+        """Fills buffers with the pages of their slots; `OSError`, which `TimeoutError` is, where that fails.
 
-        Nothing is written into these slots after it has returned or raised.
+        Nothing is written into these buffers after it has returned or raised.
         """
         ...
 
@@ -77,23 +78,16 @@ class TcpOutlet:
 
 
 class TcpInlet:
-    """Receives them into their places. It is its own way to each lender.
-
-    Args:
-        slots: [slots, bytes of a page].
-    """
-
-    def __init__(self, slots: npt.NDArray[np.uint8]) -> None:
-        self._slots = slots
+    """Receives them into their places. It is its own way to each lender."""
 
     def open(self, offer: bytes, deadline: float) -> "TcpInlet":
         """The connection is there."""
         return self
 
-    def read(self, stream: Stream, theirs: Sequence[int], ours: Sequence[int]) -> None:
+    def read(self, stream: Stream, theirs: Sequence[int], into: Sequence[Bytes]) -> None:
         """Receives pages in their order."""
-        for slot in ours:
-            stream.receive_into(memoryview(self._slots[slot]))
+        for buffer in into:
+            stream.receive_into(buffer.data)
 
     def close(self) -> None:
         """Nothing is open."""

@@ -13,6 +13,8 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from penstock.engine.cache.pages import PageGeometry
+
 PROTOCOL = "penstock-transfer-3"
 MAX_FRAME = 64 << 20
 _LENGTH_BYTES = 4
@@ -53,6 +55,8 @@ class Welcome(msgspec.Struct, frozen=True):
     """Why it does not serve this reader."""
     offers: dict[str, bytes] = {}
     """By transport, what the reader must know to open its half."""
+    geometry: PageGeometry | None = None
+    """Of the lender's pages; None: it does not serve this reader."""
 
 
 class Ask(msgspec.Struct, frozen=True):
@@ -66,7 +70,7 @@ class Ask(msgspec.Struct, frozen=True):
     transport: str = "tcp"
     """What the pages go by."""
     readers: int = 1
-    """Ranks of the reader that release the lease, each by itself."""
+    """How often the reader releases the lease, over all of its ranks and the lender's."""
 
 
 class Found(msgspec.Struct, frozen=True):
@@ -164,8 +168,11 @@ class Stream:
         self._sock.settimeout(left)
 
 
-def admit(stream: Stream, secret: bytes, engine_id: str, fingerprint: str, offers: dict[str, bytes]) -> None:
-    """Lets a reader in that knows the secret and means this replica; `Refused` for another. `offers` as in `Welcome`."""
+def admit(
+    stream: Stream, secret: bytes, engine_id: str, fingerprint: str, offers: dict[str, bytes], geometry: PageGeometry
+) -> None:
+    """Lets a reader in that knows the secret and means this replica; `Refused` for another. `offers` and `geometry` as in
+    `Welcome`."""
     challenge = Challenge(PROTOCOL, secrets.token_bytes(_NONCE_BYTES))
     stream.send(challenge)
     hello = stream.receive(Hello)
@@ -176,13 +183,16 @@ def admit(stream: Stream, secret: bytes, engine_id: str, fingerprint: str, offer
         error = f"the engine here is {engine_id}, not {hello.engine_id}"
     elif hello.fingerprint != fingerprint:
         error = f"pages here have the fingerprint {fingerprint}, not {hello.fingerprint}"
-    stream.send(Welcome(_proof(secret, "lender", challenge.nonce, hello.nonce), error, offers if error is None else {}))
+    proof = _proof(secret, "lender", challenge.nonce, hello.nonce)
     if error is not None:
+        stream.send(Welcome(proof, error))
         raise Refused(error)
+    stream.send(Welcome(proof, None, offers, geometry))
 
 
-def introduce(stream: Stream, secret: bytes, engine_id: str, fingerprint: str) -> dict[str, bytes]:
-    """Makes oneself known to a lender, and returns its offers; `Refused` where it is another one, or does not know the secret."""
+def introduce(stream: Stream, secret: bytes, engine_id: str, fingerprint: str) -> tuple[dict[str, bytes], PageGeometry]:
+    """Makes oneself known to a lender, and returns its offers and the geometry of its pages; `Refused` where it is another one,
+    or does not know the secret."""
     challenge = stream.receive(Challenge)
     if challenge.protocol != PROTOCOL:
         raise Refused(f"the protocol there is {challenge.protocol!r}, not {PROTOCOL!r}")
@@ -191,9 +201,9 @@ def introduce(stream: Stream, secret: bytes, engine_id: str, fingerprint: str) -
     welcome = stream.receive(Welcome)
     if not hmac.compare_digest(welcome.proof, _proof(secret, "lender", challenge.nonce, nonce)):
         raise Refused("the lender does not know the secret")
-    if welcome.error is not None:
-        raise Refused(welcome.error)
-    return welcome.offers
+    if welcome.geometry is None:
+        raise Refused(welcome.error or "the lender does not say how its pages are laid out")
+    return welcome.offers, welcome.geometry
 
 
 def _proof(secret: bytes, side: str, *nonces: bytes) -> bytes:

@@ -19,7 +19,7 @@ class Peer(msgspec.Struct, frozen=True, array_like=True):
     engine_id: str
     """Drawn at each start, so a restarted replica is another one."""
     hosts: tuple[str, ...]
-    """By part of pages: its ranks may be on several nodes."""
+    """By part of pages, counted through all pipeline stages: its ranks may be on several nodes."""
     port: int
     """Port of the first part of pages; part p has the p-th port after it."""
 
@@ -27,12 +27,19 @@ class Peer(msgspec.Struct, frozen=True, array_like=True):
 class Part(msgspec.Struct, frozen=True, array_like=True):
     """The part of pages that a rank has. Ranks with the same pages have the same part."""
 
+    stage: int
+    stages: int
+    """Of the rank's pipeline."""
     number: int
-    """Counted through all pipeline stages."""
+    """Among those of its stage."""
+    of: int
+    """How many these are."""
     name: str
-    """Stands for all that decides about its bytes."""
+    """Stands for all that decides about the bytes of whole pages."""
     host: str
     """Where the rank lends it."""
+    keeps: bool
+    """Whether the rank reads it for itself: of those on a node with the same part one does."""
 
 
 class Errand(msgspec.Struct, frozen=True, array_like=True):
@@ -47,7 +54,7 @@ class Errand(msgspec.Struct, frozen=True, array_like=True):
     peer: Peer | None = None
     """The lender; None: this replica."""
     readers: int = 1
-    """Ranks of the reader that need the lease: it ends when all of them have released it."""
+    """How often the reader releases the lease: each of its ranks to each rank from which it reads. Then it ends."""
 
 
 class Pulled(msgspec.Struct, frozen=True, array_like=True):
@@ -65,6 +72,6 @@ class News(msgspec.Struct, frozen=True, array_like=True):
 
     pulled: dict[int, Pulled]
     released: list[tuple[str, int]]
-    """Leases that a rank of the reader needs no longer, each with the number of its ranks that need it at first."""
+    """Leases that a rank of the reader needs no longer, each with the number of such words that end it."""
     renewed: list[str]
     """Leases whose reader still waits."""

@@ -9,6 +9,7 @@ from typing import Any, Final
 
 import msgspec
 
+from penstock.api.kv_pairs import alike
 from penstock.engine.config import ParallelConfig, TransferConfig
 from penstock.engine.connectors.transfer.secret_file import read_secret
 from penstock.engine.frontend.errors import ApiError
@@ -16,6 +17,7 @@ from penstock.engine.messages import TRANSFER_REFUSED, Lent, RemotePrefix
 from penstock.plain_errors import explained
 
 FIELD: Final = "kv_transfer_params"
+_SIZES: Final = {"pipeline": "pp_size", "tensor": "tp_size"}
 
 
 class _Remote(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -44,11 +46,12 @@ class KVTransfer:
     Args:
         config: The replica's.
         parallel: The ranks of its model.
+        drafts: Method of speculative decoding; None: there is none.
     """
 
-    def __init__(self, config: TransferConfig, parallel: ParallelConfig) -> None:
+    def __init__(self, config: TransferConfig, parallel: ParallelConfig, drafts: str | None) -> None:
         self.config = config
-        self._parallel = parallel
+        self._parallel, self._drafts = parallel, drafts
         self._secret = read_secret(config.secret)
 
     def read(self, params: dict[str, Any], *, optional: bool = False) -> RemotePrefix | None:
@@ -72,8 +75,10 @@ class KVTransfer:
             raise _refused(f"do_remote_prefill: this engine reads no pages, it is a {self.config.role}")
         if not hmac.compare_digest(remote.signature.encode(), self._signature(remote).encode()):
             raise _refused("signature is not that of a replica with the same secret (--kv-transfer-secret-file)")
-        if remote.pp_size != (ours := self._parallel.pipeline_parallel_size):
-            raise _refused(f"pp_size is {remote.pp_size}, and here it is {ours}: both must be equal")
+        theirs = {"pp_size": remote.pp_size, "tp_size": remote.tp_size}
+        for name, size in alike(self._parallel.tensor_parallel_size, self._parallel.pipeline_parallel_size, self._drafts).items():
+            if theirs[field := _SIZES[name]] != size:
+                raise _refused(f"{field} is {theirs[field]}, and here it is {size}: both must be equal")
         return RemotePrefix(
             lease=remote.remote_request_id,
             engine_id=remote.remote_engine_id,

@@ -134,7 +134,8 @@ async def serve_http(
     traces = None if endpoint is None else Traces(endpoint, engine.model.served_names[0], f"{config.host}:{config.port}")
     vllm_names = config.metrics_compat == "vllm"
     control, apart = config.enable_control_endpoints, config.admin_port is not None
-    transfer = None if engine.transfer is None else KVTransfer(engine.transfer, engine.parallel)
+    drafts = None if engine.speculative is None else engine.speculative.method
+    transfer = None if engine.transfer is None else KVTransfer(engine.transfer, engine.parallel, drafts)
     server = ApiServer(llm, config.api, vllm_names, control=control, traces=traces, admin_apart=apart, transfer=transfer)
     reporters: list[asyncio.Task[None]] = []
     if config.log_stats and cores[0].first_number == 0:  # one of several frontends speaks for all
