@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 import msgspec
+import numpy as np
 
 from penstock.api.events import Event, Medium
 from penstock.api.load_report import LoadReport
@@ -368,7 +369,7 @@ class EngineCore:
         self._step_meter.retired(plan, result, seconds)
         known = plan.num_new_tokens - plan.num_drafts if len(plan.num_drafts) else plan.num_new_tokens
         chunks = (known > 1) | ~plan.samples
-        tokens: list[int] = plan.num_new_tokens[chunks].tolist() if chunks.any() else []
+        tokens: list[int] = plan.num_new_tokens[chunks].tolist() if np.count_nonzero(chunks) else []
         ends: list[int] = submitted.ends[chunks].tolist() if tokens else []
         self._meter.observe(
             now,

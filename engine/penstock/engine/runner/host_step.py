@@ -37,6 +37,8 @@ class HostStep:
     """[r]: the position of each row's first token."""
     asked: PromptRows | None
     """The prompt tokens to score."""
+    results: Int32
+    """[at least m, RESULT]: where the sampler writes, as the host sees it."""
     transfer_s: tuple[float, float] = (0.0, 0.0)
     """Seconds that stores and loads of pages took."""
     encoder_s: float = 0.0
@@ -61,7 +63,7 @@ class HostStep:
 
     def keep(self, choosing: Choosing, sampled: torch.Tensor) -> None:
         """See DeviceStep. Tokens after a rejected draft are written, too: the row ends before them."""
-        self.sampled, rows = sampled.numpy(), choosing.rows
+        self.sampled, rows = self.results[: sampled.shape[0]], choosing.rows
         token_ids = self.sampled[:, Column.TOKEN]
         # A row whose context is full may sample once more before anybody knows that it ended; that token has no place.
         fits = rows.positions < self.rows.token_ids.shape[1]

@@ -9,7 +9,7 @@ import torch
 
 from penstock.engine.attention.context import GroupInputs
 from penstock.engine.cache.layout import KVGroup
-from penstock.engine.core.plan import NONE, Int32, StepPlan
+from penstock.engine.core.plan import NONE, Int32, Int64, StepPlan
 from penstock.engine.core.row_table import RowTable
 from penstock.engine.runner.verification import choices
 from penstock.kernels.paged_attention.batch import PagedBatch
@@ -66,15 +66,15 @@ class StepInputs:
 class Placed(NamedTuple):
     """Where the n tokens of r rows stand in a step, and in the cache."""
 
-    rows: Int32
+    rows: Int64
     """[r]."""
     query_start_loc: Int32
     """[r + 1]: where each row's tokens begin."""
     seq_lens: Int32
     """[r]: tokens of each row, with these."""
-    token_rows: Int32
+    token_rows: Int64
     """[n]: the row of each token."""
-    positions: Int32
+    positions: Int64
     """[n]: of each token in its row."""
     groups: LazyGroups
     """Per KV group, to be asked for before the rows' blocks change."""
@@ -101,10 +101,10 @@ class StepArrays:
         self._slots = [np.zeros(max_num_tokens, np.int64) for _ in groups]
         self._tables = [np.zeros((max_num_seqs, -(-max_model_len // group.block_size)), np.int32) for group in groups]
         self._seq_lens, self._logits_indices = np.zeros(max_num_seqs, np.int32), np.zeros(max_logits_rows, np.int64)
-        self._places = np.arange(max_num_seqs + 1, dtype=np.int32)
+        self._places = np.arange(max_num_seqs + 1)
         self._query_start_loc = np.zeros(max_num_seqs + 1, np.int32)
 
-    def place(self, table: RowTable, rows: Int32, starts: Int32, counts: Int32) -> Placed:
+    def place(self, table: RowTable, rows: Int32 | Int64, starts: Int32 | Int64, counts: Int32) -> Placed:
         """Finds the slots of tokens in the cache.
 
         Args:
@@ -114,6 +114,8 @@ class StepArrays:
             counts: [r]: tokens of each row.
         """
         count, total = len(rows), int(counts.sum())
+        # In the type that numpy indexes with: it converts any other one each time, at several times the cost.
+        rows, starts = rows.astype(np.int64), starts.astype(np.int64)
         seq_lens = np.add(starts, counts, out=self._seq_lens[:count])
         query_start_loc = self._query_start_loc[: count + 1]
         # A token each, as in most steps: a small model's takes hardly longer than what is in the other branch.

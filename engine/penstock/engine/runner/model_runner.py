@@ -89,6 +89,7 @@ class ModelRunner(RunnerBase[HostRuntime, HostStep, StepResult]):
         vocab_size = self.decoder_config.vocab_size
         sampling = cpu_sampling_ops(config.cpu_isa)
         self.sampler = Sampler(scheduler.max_num_seqs, self._max_logits_rows, vocab_size, self.runtime.device, sampling)
+        self._results: Int32 = self.sampler.buffers.result.numpy()
         self._max_num_tokens = most
         self._states = states_of_target(self._drafter, most, self._dtype, self.runtime.device)
         self._proposer: Proposer | None = None
@@ -298,7 +299,8 @@ class ModelRunner(RunnerBase[HostRuntime, HostStep, StepResult]):
         if (group := self._group) is not None and group.world == 1:
             group.memory.tick(0)  # a tape says nothing at its layers
             ctx = TickingContext(ctx.ops, ctx.kv_caches, of_layers, partial(group.memory.tick, 0), kv_scales=scales)
-        return HostStep(plan, self.runtime, requests.rows, self.model, inputs, ctx, inputs.input_ids, starts, asked)
+        given = self.model, inputs, ctx, inputs.input_ids
+        return HostStep(plan, self.runtime, requests.rows, *given, starts, asked, self._results)
 
     def _forward(self, step: HostStep) -> Forward:
         """See Turns: the forward pass is over when this returns."""

@@ -97,8 +97,8 @@ class Requests:
             each_row: Whether a step without drafts has logits for all of its rows, and not only for those that sample.
         """
         drafts = len(plan.num_drafts) > 0
-        which, back = choices(plan) if drafts else (plan.samples.nonzero()[0].astype(np.int32), np.int32(0))
-        of = plan.rows[which]
+        which, back = choices(plan) if drafts else (plan.samples.nonzero()[0], np.int32(0))
+        of, which = plan.rows[which], which.astype(np.int32)
         at = which.astype(np.int64) if each_row and not drafts else self._places[: len(which)]
         return Choosing(at, which, self.logits_rows(of, self.rows.num_computed[of] - back))
 

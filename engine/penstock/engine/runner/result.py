@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
-from penstock.engine.core.plan import GraphStep, Int32, StepPlan, StepResult
+from penstock.engine.core.plan import NONE, GraphStep, Int32, StepPlan, StepResult
 from penstock.engine.runner.pooling import PooledStep
 from penstock.engine.runner.sampler.adjustments import NOTHING_LEFT
 from penstock.engine.runner.sampler.scores import PromptScores, SampledScores, not_finite_message
@@ -45,7 +45,7 @@ def read_result(
     samples = plan.samples if pooled is None else np.zeros_like(plan.samples)
     failed = dict(failed)
     not_finite = dict(prompts.not_finite) if pooled is None else dict(pooled.not_finite)
-    if sampled[:, Column.NANS :].any():
+    if np.count_nonzero(sampled[:, Column.NANS :]):
         for at in np.flatnonzero(sampled[:, Column.NANS :].any(1) & samples).tolist():
             nans, infinities = int(sampled[at, Column.NANS]), int(sampled[at, Column.INFINITIES])
             if nans or infinities:
@@ -61,5 +61,5 @@ def read_result(
     if verified is not None:
         kept, token_ids = verified.kept, verified.token_ids
     logprobs, vectors = None if scores is None else scores.read(kept), None if pooled is None else pooled.pooled
-    bad = np.array(list(told), np.int32)
+    bad = np.array(list(told), np.int32) if told else NONE
     return StepResult(plan.step_id, token_ids, counts, logprobs, failed, prompts.logprobs, bad, graph, vectors)

@@ -63,7 +63,7 @@ class StepTapes:
 
     def run(self, inputs: StepInputs, ctx: ForwardContext) -> torch.Tensor | None:
         """[m, vocab] where there are logits; the next step overwrites them. None: the step must run without a tape."""
-        tokens, logits = len(inputs.input_ids), len(inputs.logits_indices)
+        tokens, logits = inputs.input_ids.shape[0], inputs.logits_indices.shape[0]
         if self._refused or not inputs.is_tapeable or not tokens:
             return None
         shape = TapeShape(tokens, logits if self._has_logits else 0)

@@ -46,7 +46,7 @@ class DeviceArrays(StepArrays):
         self, placed: Placed, token_ids: Int32 | torch.Tensor, logits_indices: Int32, sampled_rows: Int32 = NONE
     ) -> StepInputs:
         """The step of tokens that have been placed, which may be on the device; its tensors are there."""
-        lengths = StepLengths(placed.rows, placed.query_start_loc, placed.seq_lens)
+        lengths = StepLengths(placed.rows.astype(np.int32), placed.query_start_loc, placed.seq_lens)
         wide = [placed.positions, logits_indices, *(placed.groups[at].slot_mapping.numpy() for at in range(len(self._groups)))]
         here = [lengths.rows, lengths.query_start_loc, lengths.seq_lens, *(array.astype(np.int64) for array in wide)]
         if not isinstance(token_ids, torch.Tensor):
