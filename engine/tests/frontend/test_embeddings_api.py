@@ -403,12 +403,13 @@ async def test_no_more_inputs_are_sent_at_once_than_the_queue_takes(site: Any, m
 
 
 async def test_all_inputs_run_on_one_data_parallel_rank_which_the_answer_names(site: Any) -> None:
+    """So no more of them are sent at once than that rank's queue takes."""
     other = FakeCore()
     served = await site(RAW, 1, [other])
     body = {"model": "m", "input": [[5], [6], [7]]}
     task = asyncio.create_task(served.http.post("/v1/embeddings", json=body))
-    for done in (2, 3):
-        indexes = (await served.added(done))[done - 2 :]
-        served.core.say(vectors({index: [1.0, 0.0, 0.0] for index in indexes}))
+    for done in (1, 2, 3):
+        [index] = (await served.added(done))[done - 1 :]
+        served.core.say(vectors({index: [1.0, 0.0, 0.0]}))
     answer = await task
     assert answer.status == 200 and answer.headers["x-data-parallel-rank"] == "0" and not other.added

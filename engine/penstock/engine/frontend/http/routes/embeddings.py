@@ -71,7 +71,7 @@ class EmbeddingRoutes:
             prompts = [prompt.token_ids for prompt in await self._intake.prompts(request, EMBEDDINGS_PATH, body, size)]
             check_embeddings(prompts, params, self._llm.model)
             vectors: list[Float32] = []
-            at_once = min(AT_ONCE, self._llm.window)
+            at_once = min(AT_ONCE, self._llm.window // len(self._llm.ranks))  # they all wait on one rank
             for start in range(0, len(prompts), at_once):
                 spec = self._spec(request, params, prompts[start : start + at_once], arrival)
                 pooled = await self._pooled(request, spec)
