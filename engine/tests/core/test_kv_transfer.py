@@ -273,6 +273,13 @@ def test_a_lender_that_accepts_and_says_nothing_is_given_up(monkeypatch):
     assert told[1].got == [] and "TimeoutError" in told[1].error
 
 
+def test_a_lender_without_a_part_for_each_stage_gives_nothing(pair):
+    it = pair()
+    it.peer = replace(it.peer, hosts=())
+    told = it.pull("a", [name(1)], [0])
+    assert told.got == [] and "lends 0 parts of pages, fewer than there are pipeline stages" in told.error
+
+
 def test_a_connection_serves_the_next_request_and_a_dead_one_is_replaced(pair):
     it = pair()
     it.lender.grant("a", [Page(0, name(1), 7)])

@@ -130,8 +130,10 @@ class Reader:
         """Pages of which all parts have come."""
         assert errand.peer is not None
         deadline, errors = time.monotonic() + PULL_S, list[str]()
-        got = set(range(len(errand.pages)))
-        for number in lenders(self._part, len(errand.peer.hosts)):
+        got, hosts = set(range(len(errand.pages))), len(errand.peer.hosts)
+        if not (numbers := lenders(self._part, hosts)):
+            raise Refused(f"{errand.peer.engine_id} lends {hosts} parts of pages, fewer than there are pipeline stages")
+        for number in numbers:
             found, error = self._asking((errand.peer, number), deadline, lambda connection: self._pull(connection, errand))
             got &= set(found)
             errors += [] if error is None else [error]
