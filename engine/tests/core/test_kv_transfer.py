@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from penstock.engine.cache.layout import KVGroup, KVLayout
 from penstock.engine.cache.pages import PageGeometry
-from penstock.engine.config import ConfigError, TransferConfig
+from penstock.engine.config import ConfigError, ParallelConfig, TransferConfig
 from penstock.engine.connectors.shared_slots import SharedSlots
 from penstock.engine.connectors.tier_index import Key, TierIndex
 from penstock.engine.connectors.transfer import lender as lender_module
@@ -27,7 +27,9 @@ from penstock.engine.connectors.transfer.pulls import PATIENCE_S, Pulls, lenders
 from penstock.engine.connectors.transfer.reader import Reader
 from penstock.engine.connectors.transfer.transport import page_sum
 from penstock.engine.connectors.transfer.words import Errand, Page, Part, Peer, Pulled
-from penstock.engine.messages import RemotePrefix
+from penstock.engine.frontend.errors import ApiError
+from penstock.engine.frontend.openai.kv_transfer import KVTransfer
+from penstock.engine.messages import Lent, RemotePrefix
 from testing.ports import free_ports
 
 SECRET = b"a secret of many bytes"
@@ -287,6 +289,31 @@ def test_a_connection_serves_the_next_request_and_a_dead_one_is_replaced(pair):
     assert len(it.lender._readers) == 1
     it.lender.rename("same")  # as after new weights: connections end
     assert it.pull("a", [name(1)], [2]).got == [0] and np.array_equal(it.read[2], it.lent[7])
+
+
+@pytest.mark.req("PD-33")
+@pytest.mark.parametrize(
+    ("ours", "drafts", "told"),
+    [
+        ({}, None, None),
+        ({}, "ngram", None),
+        ({}, "mtp", "tp_size is 2, and here it is 1: both must be equal"),
+        ({"pipeline_parallel_size": 2}, None, "pp_size is 1, and here it is 2: both must be equal"),
+    ],
+)
+def test_sizes_that_must_be_equal_at_both_ends_are_named(tmp_path, ours, drafts, told):
+    secret = tmp_path / "secret"
+    secret.write_bytes(SECRET)
+    config = TransferConfig(role="kv_both", engine_id="e", secret=secret)
+    lent = Lent("lease", 16, [[3]], "same", "e", ["10.0.0.1", "10.0.0.2"], 1)
+    params = KVTransfer(config, ParallelConfig(tensor_parallel_size=2), drafts).params(lent)
+    reader = KVTransfer(config, ParallelConfig(**ours), drafts)
+    if told is None:
+        remote = reader.read(params)
+        assert remote.hosts == lent.hosts and params["remote_host"] == lent.hosts[0]
+    else:
+        with pytest.raises(ApiError, match=told):
+            reader.read(params)
 
 
 def ready(tier, number):
