@@ -50,7 +50,7 @@ _log = logging.getLogger(__name__)
 
 
 def engine_config(args: "EngineArgs", device: Literal["cpu", "cuda"] | None) -> EngineConfig:
-    """See `EngineArgs.config`."""
+    """Return the typed tree of arguments; see `EngineArgs.config`."""
     check_types(args)
     names = args.served_model_name or [args.model]
     device = device or choose_device(args.device)
