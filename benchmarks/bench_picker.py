@@ -52,9 +52,9 @@ from penstock.api.fleet import Fleet, Model, Pool, Replica
 from penstock.api.load_report import LoadReport
 from penstock.gateway._pb.envoy.extensions.filters.http.ext_proc.v3.processing_mode_pb2 import ProcessingMode
 from penstock.gateway._pb.envoy.service.ext_proc.v3.external_processor_pb2 import HttpBody, HttpHeaders, ProcessingRequest
-from penstock.gateway._pb.envoy.service.ext_proc.v3.external_processor_pb2_grpc import add_ExternalProcessorServicer_to_server
 from penstock.gateway.extproc.call import Call, Refused, ResponseHead, Routed
 from penstock.gateway.extproc.service import ExtProcService
+from penstock.gateway.extproc.wire import wire_of
 from penstock.gateway.h2 import frames
 from penstock.gateway.h2.blocks import literal
 from penstock.gateway.h2.frames import END_HEADERS, END_STREAM, Setting
@@ -355,10 +355,10 @@ class Decided:
         """Record that the request was answered with an error, by the gateway or the director."""
 
 
-def messages() -> Play:
+def messages(compiled: Compiled | None = None) -> Play:
     """ext_proc's messages, without a decision."""
     server = Server(2**25)
-    add_ExternalProcessorServicer_to_server(ExtProcService(Decided()), server)
+    ExtProcService(Decided(), wire=wire_of(compiled)).add_to(server)
     return through(server)
 
 
@@ -429,7 +429,7 @@ def decision(
         state.bookings.responded(state.book(running, key, 0, time.monotonic()), (1, FIRST), time.monotonic())
         state.reported(key, REPORT, time.monotonic())
     server = Server(2**25)
-    add_ExternalProcessorServicer_to_server(gateway._extproc, server)
+    gateway._extproc.add_to(server)
     play = through(server, body, traced=traced, distinct=distinct)
 
     async def ended(count: int, cold: list[float] | None = None) -> None:
@@ -444,6 +444,8 @@ def decision(
 async def measure(rounds: int, only: str, shares: Shares | None = None) -> list[dict[str, Any]]:
     """A row a layer whose name has `only` in it. `shares`: takes samples meanwhile."""
     layers: dict[str, Play] = {H2_PACKAGE: h2_package(), "protocol": protocol_alone(), "messages": messages()}
+    if (which := installed()) is not None:
+        layers["messages, compiled"] = messages(which)
     layers |= {f"decision, {replicas} replicas": decision(replicas) for replicas in REPLICAS}
     layers["decision, 10 replicas, audit log"] = decision(10, Path(os.devnull))
     layers["decision, 10 replicas, tokenising"] = decision(10, memo=PrefixMemo(PromptProcessor(bundle())))

@@ -6,9 +6,11 @@ mod choice;
 mod cuts;
 mod hashing;
 mod index;
+mod messages;
 mod price;
 mod residency;
 mod text;
+mod wire;
 mod words;
 
 use arrays::{Table, cells, values};
@@ -129,11 +131,12 @@ fn chain<'py>(
 #[pymodule]
 fn penstock_gateway_native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     // Number of the interface in `penstock.gateway.picker.compiled`.
-    module.add("INTERFACE", 4)?;
+    module.add("INTERFACE", 5)?;
     module.add("VERSION", env!("CARGO_PKG_VERSION"))?;
     module.add("FIGURES", price::FIGURES)?;
     module.add_class::<index::ResidencyIndex>()?;
     module.add_class::<text::TextHasher>()?;
+    module.add_class::<wire::Wire>()?;
     module.add_function(wrap_pyfunction!(chain, module)?)?;
     module.add_function(wrap_pyfunction!(fold, module)?)?;
     module.add_function(wrap_pyfunction!(rank, module)?)

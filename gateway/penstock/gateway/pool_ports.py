@@ -15,6 +15,7 @@ from penstock.api.fleet import InferencePool
 from penstock.gateway.extproc.ceiling import Ceiling
 from penstock.gateway.extproc.exchange import Director
 from penstock.gateway.extproc.service import ExtProcService
+from penstock.gateway.extproc.wire import Wire
 from penstock.gateway.picker.choice import MAX_ENDPOINTS
 
 log = logging.getLogger(__name__)
@@ -79,6 +80,7 @@ class PoolPorts:
         ports: What the other pools get theirs of.
         fallbacks: Answers name several destinations; else one, since many gateways take no more.
         ceiling: What the requests of all ports together may keep.
+        wire: What reads and writes their messages; None: protobuf.
     """
 
     def __init__(
@@ -90,7 +92,9 @@ class PoolPorts:
         ports: range,
         fallbacks: bool = False,
         ceiling: Ceiling | None = None,
+        wire: Wire | None = None,
     ) -> None:
+        self._wire = wire
         self._director = director
         self._ceiling = ceiling
         self._listen = listen
@@ -134,7 +138,7 @@ class PoolPorts:
         for pool, port in self._assigned.items():
             if pool in self._servers:
                 continue
-            service = ExtProcService(self._director, self._destinations, pool, self._ceiling)
+            service = ExtProcService(self._director, self._destinations, pool, self._ceiling, wire=self._wire)
             try:
                 self._servers[pool] = port, await self._listen(service, port), service
                 log.info("InferencePool %s is served on port %d", pool, port)

@@ -21,7 +21,6 @@ from penstock.api.fleet import Fleet, InferencePool
 from penstock.gateway._pb.envoy.data.accesslog.v3.accesslog_pb2 import HTTPAccessLogEntry
 from penstock.gateway._pb.envoy.service.accesslog.v3.als_pb2_grpc import add_AccessLogServiceServicer_to_server
 from penstock.gateway._pb.envoy.service.discovery.v3.ads_pb2_grpc import add_AggregatedDiscoveryServiceServicer_to_server
-from penstock.gateway._pb.envoy.service.ext_proc.v3.external_processor_pb2_grpc import add_ExternalProcessorServicer_to_server
 from penstock.gateway.audit.director import Audit
 from penstock.gateway.audit.writer import AuditWriter
 from penstock.gateway.discovery.source import Discovery
@@ -43,6 +42,7 @@ from penstock.gateway.extproc.stages.resolve import Resolve
 from penstock.gateway.extproc.stages.respond import Respond
 from penstock.gateway.extproc.stages.tokenise import Tokenise
 from penstock.gateway.extproc.underway import Underway
+from penstock.gateway.extproc.wire import wire_of
 from penstock.gateway.flow.control import DEFAULT_LIMITS, FlowLimits
 from penstock.gateway.flow.gate import FlowGate
 from penstock.gateway.front_ends import FRONT_ENDS
@@ -131,7 +131,8 @@ class Gateway:
         self._settings = settings
         self._discovery = discovery
         registry = CollectorRegistry()
-        state = FleetState(blocks_that_fit(), compiled=installed())
+        compiled = installed()
+        state = FleetState(blocks_that_fit(), compiled=compiled)
         decisions = DecisionLog()
         self._failures = FailureLog()
         self._follower = FleetFollower(state)
@@ -170,7 +171,8 @@ class Gateway:
         self._audit = self._audit_log(registry, identify)
         if self._audit is not None:
             asked = self._audit.director(asked)
-        self._extproc = ExtProcService(asked, settings.destinations, ceiling=ceiling, traced=traces is not None)
+        wire = wire_of(compiled)
+        self._extproc = ExtProcService(asked, settings.destinations, ceiling=ceiling, traced=traces is not None, wire=wire)
         self._pool_ports = PoolPorts(
             asked,
             self._listen,
@@ -178,6 +180,7 @@ class Gateway:
             ports=settings.pool_port_range,
             fallbacks=settings.pool_fallbacks,
             ceiling=ceiling,
+            wire=wire,
         )
         self._access_log = AccessLogService(self._underway, self._over)
         self._ads = AdsServicer(settings.listener, registry, settings.replica_tls)
@@ -311,7 +314,7 @@ class Gateway:
     async def _serve_grpc(self) -> AsyncIterator[None]:
         settings, front_end = self._settings, FRONT_ENDS[self._settings.ext_proc]
         servers = [server := front_end()]
-        add_ExternalProcessorServicer_to_server(self._extproc, server)
+        self._extproc.add_to(server)
         add_AggregatedDiscoveryServiceServicer_to_server(self._ads, server)
         add_AccessLogServiceServicer_to_server(self._access_log, server)
         add_HealthServicer_to_server(self._health.servicer, server)
@@ -329,7 +332,7 @@ class Gateway:
     async def _listen(self, service: ExtProcService, port: int) -> Listening:
         """Serves one InferencePool; see `pool_ports.Listen`."""
         server = FRONT_ENDS[self._settings.ext_proc]()
-        add_ExternalProcessorServicer_to_server(service, server)
+        service.add_to(server)
         add_HealthServicer_to_server(self._health.servicer, server)
         await server.listen(self._settings.host, port, self._settings.pool_certificate)
         return server

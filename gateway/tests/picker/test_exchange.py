@@ -5,6 +5,7 @@ from collections.abc import Mapping
 
 import orjson
 import pytest
+from wires import BothWires, parsed, read
 
 from penstock.api import headers
 from penstock.gateway._pb.envoy.extensions.filters.http.ext_proc.v3.processing_mode_pb2 import ProcessingMode
@@ -94,8 +95,8 @@ TRAILERS = ProcessingRequest(request_trailers=HttpTrailers())
 
 def play(director: FixedDirector, *messages: ProcessingRequest, destinations: int = 4) -> list[list[ProcessingResponse]]:
     async def run() -> list[list[ProcessingResponse]]:
-        exchange = Exchange(director, destinations)
-        return [await exchange.receive(message) for message in messages]
+        exchange = Exchange(director, destinations, wire=BothWires())
+        return [parsed(await exchange.receive(read(message))) for message in messages]
 
     return asyncio.run(run())
 
@@ -104,7 +105,7 @@ def play(director: FixedDirector, *messages: ProcessingRequest, destinations: in
 async def test_a_body_is_not_kept_while_the_answer_streams(mode: int) -> None:
     exchange = Exchange(FixedDirector())
     for message in (head(mode), chunk(b'{"model":"m"}', True)):
-        assert await exchange.receive(message) or message.HasField("request_headers")
+        assert await exchange.receive(read(message)) or message.HasField("request_headers")
     assert not exchange._body
 
 

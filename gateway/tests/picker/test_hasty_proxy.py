@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 from test_exchange import FixedDirector, chunk, head
+from wires import read
 
 from penstock.api import headers
 from penstock.gateway.extproc.service import ExtProcService
@@ -20,7 +21,7 @@ class Hasty:
         return ((headers.PHASE, headers.REQUEST_PHASE),)
 
     async def read(self) -> object:
-        return self._unread.pop(0)
+        return read(self._unread.pop(0))
 
     async def write(self, message: object) -> None:
         raise asyncio.CancelledError

@@ -6,12 +6,14 @@ import grpc
 import pytest
 from grpc.aio import EOF, AbortError  # type: ignore[attr-defined]
 from test_exchange import TRAILERS, FixedDirector, chunk, head
+from wires import parsed, read
 
 from penstock.gateway._pb.envoy.extensions.filters.http.ext_proc.v3.processing_mode_pb2 import ProcessingMode
 from penstock.gateway._pb.envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingRequest, ProcessingResponse
 from penstock.gateway.extproc import service
 from penstock.gateway.extproc.ceiling import Ceiling
 from penstock.gateway.extproc.service import ExtProcService
+from penstock.gateway.extproc.wire import Answer
 
 
 class Caller:
@@ -34,13 +36,13 @@ class Caller:
         message = self.unread.pop(0) if self.unread else await asyncio.Future[object]()
         if isinstance(message, Exception):
             raise message
-        return message
+        return read(message) if isinstance(message, ProcessingRequest) else message
 
     async def abort(self, code: grpc.StatusCode, details: str) -> None:
         raise AbortError(code, details)
 
-    async def write(self, message: ProcessingResponse) -> None:
-        self.answers.append(message)
+    async def write(self, message: Answer) -> None:
+        self.answers += parsed([message])
 
 
 async def heard_out(*messages: ProcessingRequest | object, pause_s: float = 0.0) -> Caller:

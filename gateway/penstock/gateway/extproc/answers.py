@@ -7,7 +7,6 @@ import orjson
 
 from penstock.api import headers
 from penstock.api.errors import error_body
-from penstock.gateway._pb.envoy.config.core.v3.base_pb2 import HeaderValueOption
 from penstock.gateway._pb.envoy.service.ext_proc.v3.external_processor_pb2 import (
     BodyResponse,
     CommonResponse,
@@ -19,6 +18,7 @@ from penstock.gateway._pb.envoy.service.ext_proc.v3.external_processor_pb2 impor
 )
 from penstock.gateway._pb.envoy.type.v3.http_status_pb2 import HttpStatus
 from penstock.gateway.extproc.call import Answered, Refused, Routed
+from penstock.gateway.extproc.wire import Fields, Pick, Wire, overwrite, send_on
 
 CHUNK_BYTES = 62_000
 """Envoy takes at most 64 KiB a message."""
@@ -26,80 +26,69 @@ MAX_NAME = 256
 _KINDS: dict[int, str] = dict.fromkeys((400, 404, 405, 413, 415), "invalid_request_error")
 _KINDS |= {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 _CONTROL = frozenset(headers.CONTROL_HEADERS)
-_OVERWRITE = HeaderValueOption.OVERWRITE_IF_EXISTS_OR_ADD
-
-
-def _set(mutation: HeaderMutation, name: str, value: str) -> None:
-    """Overwrites a header. The action is stated, since the enum's zero value means append."""
-    option = mutation.set_headers.add(append_action=_OVERWRITE)
-    option.header.key = name
-    option.header.raw_value = value.encode()
 
 
 @functools.cache
-def _picked(*kept: str) -> CommonResponse:
-    """What the answers for picks share that set these control headers. It is to be copied and completed: building a message from
-    keyword arguments, part by part, takes three times as long. What is set is not removed, too, in whatever order a proxy applies
-    them.
-    """
-    common = CommonResponse(clear_route_cache=True)
-    _set(common.header_mutation, headers.LOAD_FORMAT, "TEXT")
+def _control(*kept: str) -> bytes:
+    """The `HeaderMutation` that picks share which set these control headers. What is set is not removed, too, in whatever order a
+    proxy applies them."""
+    mutation = HeaderMutation()
+    overwrite(mutation, headers.LOAD_FORMAT, "TEXT")
     stays = (headers.LOAD_FORMAT, headers.DESTINATION, headers.POOL, *kept)
-    common.header_mutation.remove_headers.extend(name for name in headers.CONTROL_HEADERS if name not in stays)
-    return common
+    mutation.remove_headers.extend(name for name in headers.CONTROL_HEADERS if name not in stays)
+    return mutation.SerializeToString()
 
 
 _RESPONDED = HeadersResponse(response=CommonResponse(header_mutation=HeaderMutation(remove_headers=headers.LOADS)))
 
 
-def _pick(answer: ProcessingResponse, common: CommonResponse, routed: Routed) -> None:
+def _pick(routed: Routed) -> Pick:
     """Sends the request on its way: destination and pool set, the client's control headers gone."""
-    kept = [name for name, _ in routed.sets if name in _CONTROL]
-    common.CopyFrom(_picked(*kept) if routed.prefiller is None else _picked(*kept, headers.PREFILLER))
     destination = ",".join(routed.endpoints)
-    _set(common.header_mutation, headers.DESTINATION, destination)
+    sets, removes = [(headers.DESTINATION, destination)], list(routed.removes)
+    kept = [name for name, _ in routed.sets if name in _CONTROL]
     if routed.pool is not None:
-        _set(common.header_mutation, headers.POOL, routed.pool)
+        sets.append((headers.POOL, routed.pool))
     else:
-        common.header_mutation.remove_headers.append(headers.POOL)
+        removes.append(headers.POOL)
     if routed.prefiller is not None:
-        _set(common.header_mutation, headers.PREFILLER, routed.prefiller)
+        sets.append((headers.PREFILLER, routed.prefiller))
+        kept.append(headers.PREFILLER)
     if routed.request_id is not None:
-        _set(common.header_mutation, headers.REQUEST_ID, routed.request_id)
-    for name, value in routed.sets:
-        _set(common.header_mutation, name, value)
-    common.header_mutation.remove_headers.extend(routed.removes)
+        sets.append((headers.REQUEST_ID, routed.request_id))
     # As metadata too, for gateways that read it there.
-    namespace = answer.dynamic_metadata.fields[headers.METADATA_NAMESPACE].struct_value
-    namespace.fields[headers.DESTINATION].string_value = destination
+    metadata: list[tuple[str, Fields]] = [(headers.METADATA_NAMESPACE, {headers.DESTINATION: destination})]
     if routed.log:
-        shown = answer.dynamic_metadata.fields[headers.LOG_NAMESPACE].struct_value.fields
-        for name, value in routed.log.items():
-            if isinstance(value, str):
-                shown[name].string_value = value
-            else:
-                shown[name].number_value = value
+        metadata.append((headers.LOG_NAMESPACE, routed.log))
+    return Pick(_control(*kept), sets + routed.sets, removes, metadata)
 
 
-def request_headers(routed: Routed | None = None) -> ProcessingResponse:
-    """The answer to request headers; None while it is the body that decides."""
-    answer = ProcessingResponse(request_headers=HeadersResponse())
-    if routed is not None:
-        _pick(answer, answer.request_headers.response, routed)
-    return answer
+def picked(routed: Routed, wire: Wire) -> bytes:
+    """The answer to the headers of a request that goes on."""
+    return wire.picked(_pick(routed))
 
 
-def response_headers(sets: Iterable[tuple[str, str]] = ()) -> ProcessingResponse:
-    """The answer to response headers: the load report is not the client's business."""
-    return ProcessingResponse.FromString(_responded(tuple(sets)))
+def request_headers() -> ProcessingResponse:
+    """The answer to request headers while it is the body that decides."""
+    return ProcessingResponse(request_headers=HeadersResponse())
+
+
+def response_headers(sets: Iterable[tuple[str, str]] = (), modes: tuple[int, int] | None = None) -> bytes:
+    """The answer to response headers: the load report is not the client's business. `modes`: other body modes to ask for, of
+    requests and of responses; a gateway that does not allow it goes on as before."""
+    return _responded(tuple(sets), modes)
 
 
 @functools.lru_cache(maxsize=4096)
-def _responded(sets: tuple[tuple[str, str], ...]) -> bytes:
-    """Return the answer as bytes, which are the same for all answers of one replica with one model."""
+def _responded(sets: tuple[tuple[str, str], ...], modes: tuple[int, int] | None) -> bytes:
+    """The answer, which is the same for all answers of one replica with one model."""
     answer = ProcessingResponse(response_headers=_RESPONDED)
     for name, value in sets:
-        _set(answer.response_headers.response.header_mutation, name, value)
+        overwrite(answer.response_headers.response.header_mutation, name, value)
+    if modes is not None:
+        of_request, of_response = modes
+        answer.mode_override.request_body_mode = of_request  # type: ignore[assignment] - an open enum
+        answer.mode_override.response_body_mode = of_response  # type: ignore[assignment]
     return answer.SerializeToString()
 
 
@@ -107,19 +96,17 @@ def request_body(routed: Routed) -> ProcessingResponse:
     """Return the answer to a buffered body. Its content length must be right, unlike that of a streamed body."""
     answer = ProcessingResponse()
     common = answer.request_body.response
-    _pick(answer, common, routed)
+    send_on(answer, common, _pick(routed))
     if routed.body is not None:
         common.body_mutation.body = routed.body
-        _set(common.header_mutation, "content-length", str(len(routed.body)))
+        overwrite(common.header_mutation, "content-length", str(len(routed.body)))
     return answer
 
 
-def streamed_request_body(body: bytes, ends: bool) -> Iterator[ProcessingResponse]:
+def streamed_request_body(body: bytes, ends: bool, wire: Wire) -> Iterator[bytes]:
     """The whole body again, in chunks; one empty chunk for an empty body. `ends`: no trailers follow."""
     for chunk, last in _chunks(body):
-        answer = ProcessingResponse()
-        _stream(answer.request_body, chunk, last and ends)
-        yield answer
+        yield wire.chunk(chunk, last and ends)
 
 
 def request_chunks(count: int, body: bytes | None) -> Iterator[ProcessingResponse]:
@@ -142,15 +129,10 @@ def response_body(body: bytes, ends: bool, full_duplex: bool) -> list[Processing
     passed: list[ProcessingResponse] = []
     for chunk, last in _chunks(body):
         answer = ProcessingResponse()
-        _stream(answer.response_body, chunk, last and ends)
+        streamed = answer.response_body.response.body_mutation.streamed_response
+        streamed.body, streamed.end_of_stream = chunk, last and ends
         passed.append(answer)
     return passed
-
-
-def override(answer: ProcessingResponse, request_body_mode: int, response_body_mode: int) -> None:
-    """Asks in the answer to headers for another response body mode; a gateway that does not allow it goes on as before."""
-    answer.mode_override.request_body_mode = request_body_mode  # type: ignore[assignment] - an open enum
-    answer.mode_override.response_body_mode = response_body_mode  # type: ignore[assignment]
 
 
 def request_trailers() -> ProcessingResponse:
@@ -176,12 +158,6 @@ def _chunks(body: bytes) -> Iterator[tuple[bytes, bool]]:
         yield body[at : at + CHUNK_BYTES], at + CHUNK_BYTES >= len(body)
 
 
-def _stream(response: BodyResponse, body: bytes, ends: bool) -> None:
-    chunk = response.response.body_mutation.streamed_response
-    chunk.body = body
-    chunk.end_of_stream = ends
-
-
 def immediate(answer: Answered) -> ProcessingResponse:
     """The gateway's own answer."""
     response = ImmediateResponse(
@@ -190,7 +166,7 @@ def immediate(answer: Answered) -> ProcessingResponse:
         details=f"penstock_{answer.reason}",
     )
     for name, value in [("content-type", "application/json"), *answer.headers]:
-        _set(response.headers, name, value)
+        overwrite(response.headers, name, value)
     return ProcessingResponse(immediate_response=response)
 
 

@@ -6,36 +6,23 @@ headers, and requests without a body. Modes that send the request on before its 
 in the answer to a body, cannot be served and are refused by name.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Protocol
 
 import msgspec
-from google.protobuf.struct_pb2 import Value
 
-from penstock.api import headers
-from penstock.gateway._pb.envoy.config.core.v3.base_pb2 import HeaderMap
 from penstock.gateway._pb.envoy.extensions.filters.http.ext_proc.v3.processing_mode_pb2 import ProcessingMode
-from penstock.gateway._pb.envoy.service.ext_proc.v3.external_processor_pb2 import (
-    HttpBody,
-    HttpHeaders,
-    ProcessingRequest,
-    ProcessingResponse,
-    ProtocolConfiguration,
-)
+from penstock.gateway._pb.envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingResponse
 from penstock.gateway.extproc import answers
 from penstock.gateway.extproc.body import MAX_BODY_BYTES, too_large
-from penstock.gateway.extproc.call import READ, SHUTTING_DOWN, Answered, Call, Refused, ResponseHead, Routed
+from penstock.gateway.extproc.call import SHUTTING_DOWN, Answered, Call, Refused, ResponseHead, Routed
 from penstock.gateway.extproc.ceiling import Ceiling
+from penstock.gateway.extproc.wire import Answer, Message, Modes, PlainWire, Wire
 from penstock.gateway.picker.choice import MAX_ENDPOINTS
 from penstock.gateway.picker.subset import Subset, parse_subset
 
-ATTRIBUTES = "envoy.filters.http.ext_proc"
 # What the endpoint-picker protocol requires of a gateway; older Envoys do not say what they do.
-_ASSUMED = ProtocolConfiguration(
-    request_body_mode=ProcessingMode.FULL_DUPLEX_STREAMED, response_body_mode=ProcessingMode.FULL_DUPLEX_STREAMED
-)
-_NOTED = (headers.BOOKING, headers.NAME, "model")
-"""The notes on a request that are passed to its response."""
+_ASSUMED = Modes(ProcessingMode.FULL_DUPLEX_STREAMED, ProcessingMode.FULL_DUPLEX_STREAMED, unasked=False)
 _BUFFERING = (ProcessingMode.BUFFERED, ProcessingMode.BUFFERED_PARTIAL)
 
 
@@ -94,6 +81,7 @@ class Exchange:
         ceiling: What all requests together may keep; None: this one is alone.
         apart: Another exchange has the response.
         traceparent: The span of this exchange at the gateway; None: it has none.
+        wire: What writes the answers; None: protobuf.
     """
 
     def __init__(
@@ -105,7 +93,9 @@ class Exchange:
         *,
         apart: bool = False,
         traceparent: str | None = None,
+        wire: Wire | None = None,
     ) -> None:
+        self._wire = wire or PlainWire()
         self._traceparent = traceparent
         self._director = director
         self._ceiling = ceiling or Ceiling()
@@ -115,7 +105,7 @@ class Exchange:
         """Bytes of the body that count under the ceiling."""
         self._inference_pool = inference_pool
         self._destinations = destinations
-        self._modes: ProtocolConfiguration = _ASSUMED
+        self._modes = _ASSUMED
         self._duplex = True
         """The gateway forgets the body, and gets it again."""
         self._waits = True
@@ -134,26 +124,25 @@ class Exchange:
         self.over = False
         """The gateway has answered: there will be no response phase."""
 
-    async def receive(self, message: ProcessingRequest) -> list[ProcessingResponse]:
+    async def receive(self, message: Message) -> list[Answer]:
         """The answers to one message; raises `UnsupportedMode` and `HandedOver`."""
-        if message.observability_mode:
+        if message.observed:
             self._observe(message)
             return []
         try:
-            match message.WhichOneof("request"):
+            if message.hint is not None:  # callers differ in which message carries the subset: whichever does counts
+                self._subset = parse_subset(message.hint[0])
+            match message.kind:
                 case "request_headers":
-                    self._hint(message)
                     return await self._request_headers(message)
                 case "request_body":
-                    self._hint(message)
-                    return await self._request_body(message.request_body.body, message.request_body.end_of_stream)
+                    return await self._request_body(message.body, message.ends)
                 case "request_trailers":
-                    self._hint(message)
                     return await self._request_trailers()
                 case "response_headers":
                     return [self._response_headers(message)]
                 case "response_body":
-                    return self._response_body(message.response_body)
+                    return [*self._response_body(message)]
                 case "response_trailers":
                     return [answers.response_trailers()]
                 case _:
@@ -187,24 +176,23 @@ class Exchange:
                 self._director.ended(self._routed)
             self._director.closed(self._routed)
 
-    async def _request_headers(self, message: ProcessingRequest) -> list[ProcessingResponse]:
+    async def _request_headers(self, message: Message) -> list[Answer]:
         if self._headers is not None:
             raise UnsupportedMode("request headers came twice on one stream")
-        head = message.request_headers
-        self._headers = read_headers(head.headers)
-        if message.HasField("protocol_config"):
-            self._modes = message.protocol_config
-            self._duplex = self._modes.request_body_mode == ProcessingMode.FULL_DUPLEX_STREAMED
-            self._waits = _waits(self._modes, head)
+        self._headers = message.headers
+        if message.modes is not None:
+            self._modes = message.modes
+            self._duplex = self._modes.request_body == ProcessingMode.FULL_DUPLEX_STREAMED
+            self._waits = _waits(self._modes, message.ends)
         self._ceiling.enter()
         self._entered = True
         self._director.preview(Call(headers=self._headers))
-        if head.end_of_stream:
+        if message.ends:
             outcome = await self._decide(b"")
-            return [answers.request_headers(outcome)] if isinstance(outcome, Routed) else [outcome]
+            return [answers.picked(outcome, self._wire)] if isinstance(outcome, Routed) else [outcome]
         return [] if self._waits else [answers.request_headers()]
 
-    async def _request_body(self, body: bytes, ends: bool) -> list[ProcessingResponse]:
+    async def _request_body(self, body: bytes, ends: bool) -> list[Answer]:
         if self._decided:  # some Envoys deliver the last chunk of a large body twice
             return []
         self._ceiling.grow(len(body))
@@ -218,7 +206,7 @@ class Exchange:
         outcome = await self._decide(self._taken())
         return [answers.request_body(outcome)] if isinstance(outcome, Routed) else [outcome]
 
-    async def _request_trailers(self) -> list[ProcessingResponse]:
+    async def _request_trailers(self) -> list[Answer]:
         if self._decided:
             return [answers.request_trailers()]
         if not self._waits:  # no body at all; and an answer to trailers can name no destination
@@ -229,16 +217,16 @@ class Exchange:
         sent = await self._send_on(ends=False)
         return [*sent, answers.request_trailers()] if self._routed is not None else sent
 
-    async def _send_on(self, ends: bool) -> list[ProcessingResponse]:
+    async def _send_on(self, ends: bool) -> list[Answer]:
         """The body is complete: headers, which waited for it, and the whole body again, or a word for each of its chunks."""
         body = self._taken()
         outcome = await self._decide(body)
         if not isinstance(outcome, Routed):
             return [outcome]
         if not self._duplex:
-            return [answers.request_headers(outcome), *answers.request_chunks(self._chunks, outcome.body)]
+            return [answers.picked(outcome, self._wire), *answers.request_chunks(self._chunks, outcome.body)]
         sent = body if outcome.body is None else outcome.body
-        return [answers.request_headers(outcome), *answers.streamed_request_body(sent, ends)]
+        return [answers.picked(outcome, self._wire), *answers.streamed_request_body(sent, ends, self._wire)]
 
     async def _decide(self, body: bytes) -> Routed | ProcessingResponse:
         if self._headers is None:
@@ -274,104 +262,49 @@ class Exchange:
         self._decided = self.over = True
         return answers.immediate(answer)
 
-    def _response_headers(self, message: ProcessingRequest) -> ProcessingResponse:
+    def _response_headers(self, message: Message) -> bytes:
         if self._routed is None:
             return self._response_alone(message)
-        head = ResponseHead(headers=read_headers(message.response_headers.headers), served=_served(message))
-        answer = answers.response_headers(self._director.responded(self._routed, head))
-        if self._modes.response_body_mode in _BUFFERING:
-            mode = ProcessingMode.STREAMED if head.streams else ProcessingMode.NONE
-            answers.override(answer, self._modes.request_body_mode, mode)
-        return answer
+        head = ResponseHead(headers=message.headers, served=message.served)
+        sets = self._director.responded(self._routed, head)
+        if self._modes.response_body not in _BUFFERING:
+            return answers.response_headers(sets)
+        mode = ProcessingMode.STREAMED if head.streams else ProcessingMode.NONE
+        return answers.response_headers(sets, (self._modes.request_body, mode))
 
-    def _response_body(self, body: HttpBody) -> list[ProcessingResponse]:
+    def _response_body(self, message: Message) -> list[ProcessingResponse]:
         if self._response_ended:  # as with request bodies: a last chunk may be delivered twice
             return []
-        self._bodies, self._response_ended = True, body.end_of_stream
-        duplex = self._modes.response_body_mode == ProcessingMode.FULL_DUPLEX_STREAMED
-        return answers.response_body(body.body, body.end_of_stream, duplex)
+        self._bodies, self._response_ended = True, message.ends
+        duplex = self._modes.response_body == ProcessingMode.FULL_DUPLEX_STREAMED
+        return answers.response_body(message.body, message.ends, duplex)
 
-    def _observe(self, message: ProcessingRequest) -> None:
+    def _observe(self, message: Message) -> None:
         """Take in a message that needs no answer: our own Envoys report the heads of responses in this way."""
-        if self._headers is None and message.HasField("response_headers"):
+        if self._headers is None and message.kind == "response_headers":
             self._returned(message)
 
-    def _response_alone(self, message: ProcessingRequest) -> ProcessingResponse:
+    def _response_alone(self, message: Message) -> bytes:
         """The answer to the response to a request of another exchange, or one that the gateway has made itself."""
         return answers.response_headers(self._returned(message))
 
-    def _returned(self, message: ProcessingRequest) -> list[tuple[str, str]]:
+    def _returned(self, message: Message) -> list[tuple[str, str]]:
         """Takes in the head of such a response; returns headers to add to it."""
         self.over = self._headers is None
-        fields = message.metadata_context.filter_metadata.get(headers.LOG_NAMESPACE)
-        if fields is None or headers.BOOKING not in fields.fields or self._inference_pool is not None:
+        if message.noted is None or self._inference_pool is not None:
             return []
-        noted = {name: fields.fields[name].string_value for name in _NOTED if name in fields.fields}
-        head = ResponseHead(headers=read_headers(message.response_headers.headers), served=_served(message))
-        return self._director.returned(noted, head)
-
-    def _hint(self, message: ProcessingRequest) -> None:
-        """Callers differ in which message carries the subset: whichever does counts."""
-        if not message.HasField("metadata_context"):
-            return
-        fields = message.metadata_context.filter_metadata.get(headers.SUBSET_NAMESPACE)
-        if fields is not None and headers.SUBSET in fields.fields:
-            self._subset = parse_subset(_plain(fields.fields[headers.SUBSET]))
+        return self._director.returned(message.noted, ResponseHead(headers=message.headers, served=message.served))
 
 
-def read_headers(header_map: HeaderMap) -> dict[str, str]:
-    """The headers in `READ` by name, in lower case as HTTP/2 has them; of several with one name, the last."""
-    found: dict[str, str] = {}
-    for header in header_map.headers:
-        name = header.key
-        if name in READ or (name := name.lower()) in READ:
-            found[name] = raw.decode("latin-1") if (raw := header.raw_value) else header.value
-    return found
-
-
-def _waits(modes: ProtocolConfiguration, head: HttpHeaders) -> bool:
+def _waits(modes: Modes, ends: bool) -> bool:
     """Whether the answer to the headers can wait for the body; raises `UnsupportedMode` where neither may name a destination."""
-    mode = modes.request_body_mode
+    mode = modes.request_body
     if mode == ProcessingMode.FULL_DUPLEX_STREAMED:
         return True
-    if mode == ProcessingMode.BUFFERED or head.end_of_stream:
+    if mode == ProcessingMode.BUFFERED or ends:
         return False
-    if mode == ProcessingMode.STREAMED and modes.send_body_without_waiting_for_header_response:
+    if mode == ProcessingMode.STREAMED and modes.unasked:
         return True
     known = mode in ProcessingMode.BodySendMode.values()  # an open enum
     name = ProcessingMode.BodySendMode.Name(mode) if known else mode
     raise UnsupportedMode(f"request_body_mode {name}: the model is in the body; use FULL_DUPLEX_STREAMED or BUFFERED")
-
-
-def _served(message: ProcessingRequest) -> str | None:
-    """Return the endpoint that answered, by the endpoint-picker protocol's metadata, else by Envoy's attribute."""
-    metadata = message.metadata_context.filter_metadata.get(headers.METADATA_NAMESPACE)
-    if metadata is not None and headers.DESTINATION_SERVED in metadata.fields:
-        said = _plain(metadata.fields[headers.DESTINATION_SERVED])
-        if isinstance(said, list) and len(said) == 1:
-            said = said[0]
-        if isinstance(said, str) and said:
-            return said
-    attributes = message.attributes.get(ATTRIBUTES)
-    if attributes is not None and "upstream.address" in attributes.fields:
-        return attributes.fields["upstream.address"].string_value or None
-    return None
-
-
-def _plain(value: Value) -> str | list[str | None] | None:
-    """A string or a list of strings; anything else as None, which says nothing and allows nothing."""
-    match value.WhichOneof("kind"):
-        case "string_value":
-            return value.string_value
-        case "list_value":
-            return [_string(item) for item in _values(value)]
-        case _:
-            return None
-
-
-def _values(value: Value) -> Iterable[Value]:
-    return value.list_value.values
-
-
-def _string(value: Value) -> str | None:
-    return value.string_value if value.WhichOneof("kind") == "string_value" else None

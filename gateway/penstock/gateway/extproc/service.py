@@ -3,6 +3,8 @@
 import asyncio
 import contextlib
 import logging
+from collections.abc import Sequence
+from typing import Protocol
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -10,12 +12,12 @@ from grpc.aio import EOF  # pyright: ignore[reportAttributeAccessIssue] - genera
 
 from penstock.api import headers
 from penstock.api.tracing import TRACEPARENT
-from penstock.gateway._pb.envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingRequest
-from penstock.gateway._pb.envoy.service.ext_proc.v3.external_processor_pb2_grpc import ExternalProcessorServicer
 from penstock.gateway.extproc.ceiling import Ceiling
 from penstock.gateway.extproc.exchange import Director, Exchange, HandedOver, UnsupportedMode
+from penstock.gateway.extproc.wire import Message, PlainWire, Wire, as_bytes
 from penstock.gateway.picker.choice import MAX_ENDPOINTS
 
+SERVICE = "envoy.service.ext_proc.v3.ExternalProcessor"
 _REQUEST_PHASE = (headers.PHASE, headers.REQUEST_PHASE)
 HEARD_OUT_S = 30.0
 """How long a caller whose request was refused may go on sending it. Some lose the answer if the stream ends under their hands,
@@ -27,7 +29,15 @@ default."""
 log = logging.getLogger(__name__)
 
 
-class ExtProcService(ExternalProcessorServicer):
+class Registry(Protocol):
+    """A gRPC server, of either kind."""
+
+    def add_generic_rpc_handlers(self, generic_rpc_handlers: Sequence[grpc.GenericRpcHandler]) -> None:
+        """Add the handlers of services."""
+        ...
+
+
+class ExtProcService:
     """`envoy.service.ext_proc.v3.ExternalProcessor`: one stream for each HTTP request. Arguments are those of `Exchange`, and
     whether `traceparent` is read."""
 
@@ -39,8 +49,10 @@ class ExtProcService(ExternalProcessorServicer):
         ceiling: Ceiling | None = None,
         *,
         traced: bool = False,
+        wire: Wire | None = None,
     ) -> None:
         self._traced = traced
+        self._wire = wire or PlainWire()
         self._director = director
         self._ceiling = ceiling
         self._inference_pool = inference_pool
@@ -50,6 +62,13 @@ class ExtProcService(ExternalProcessorServicer):
         self.idle = asyncio.Event()
         """Set while there is none."""
         self.idle.set()
+
+    def add_to(self, server: Registry) -> None:
+        """Has `server` serve this."""
+        process = grpc.stream_stream_rpc_method_handler(
+            self.Process, request_deserializer=self._wire.read, response_serializer=as_bytes
+        )
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, {"Process": process}),))
 
     async def Process(self, request_iterator: object, context: grpc.aio.ServicerContext) -> None:
         """See the protocol. A stream that the caller resets cancels this coroutine, wherever it waits."""
@@ -61,6 +80,7 @@ class ExtProcService(ExternalProcessorServicer):
             self._ceiling,
             apart=self._inference_pool is None and _REQUEST_PHASE in metadata,
             traceparent=next((str(value) for key, value in metadata if key == TRACEPARENT), None) if self._traced else None,
+            wire=self._wire,
         )
         self.open += 1
         self.idle.clear()
@@ -95,15 +115,9 @@ class ExtProcService(ExternalProcessorServicer):
             exchange.close()
 
 
-def _goes_on(message: ProcessingRequest) -> bool:
+def _goes_on(message: Message) -> bool:
     """Whether more of the request follows."""
-    match message.WhichOneof("request"):
-        case "request_headers":
-            return not message.request_headers.end_of_stream
-        case "request_body":
-            return not message.request_body.end_of_stream
-        case _:
-            return False
+    return message.kind in ("request_headers", "request_body") and not message.ends
 
 
 async def _hear_out(context: grpc.aio.ServicerContext, limit_s: float) -> None:

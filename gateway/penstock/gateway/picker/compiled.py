@@ -7,8 +7,8 @@ the compiled one against.
 import importlib
 import logging
 from array import array
-from collections.abc import Callable, Sequence
-from typing import Protocol, cast
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +17,7 @@ from penstock.gateway.picker.figures import Figures, Floats
 from penstock.gateway.residency.index import MAX_BLOCKS, MAX_BLOCKS_PER_REPLICA, Knowledge, ResidencyIndex
 
 PACKAGE, MODULE = "penstock-gateway-native", "penstock_gateway_native"
-INTERFACE = 4
+INTERFACE = 5
 """Number of what follows; rises with each change of it. A package with another number is not used."""
 
 log = logging.getLogger(__name__)
@@ -52,6 +52,32 @@ class TextHasher(Protocol):
             every: What each block holds behind its tokens.
             first: What the first block holds besides; empty where `parent` is not the root.
         """
+        ...
+
+
+Place = tuple[str, str]
+"""A field, after the namespace that has it."""
+
+
+class Wire(Protocol):
+    """Reads and writes messages of ext_proc; see `penstock.gateway.extproc.wire.Wire`."""
+
+    def read(self, data: bytes) -> tuple[Any, ...]:
+        """The fields of a `penstock.gateway.extproc.wire.Message`, `modes` as a tuple. Raises `ValueError`."""
+        ...
+
+    def picked(
+        self,
+        mutation: bytes,
+        sets: Sequence[tuple[str, str]],
+        removes: Sequence[str],
+        metadata: Sequence[tuple[str, Mapping[str, str | float]]],
+    ) -> bytes:
+        """The answer to a request's headers that sends it to its destination."""
+        ...
+
+    def chunk(self, body: bytes, ends: bool) -> bytes:
+        """The answer that has a chunk of the request's body."""
         ...
 
 
@@ -102,6 +128,19 @@ class Compiled(Protocol):
 
     def TextHasher(self, block_size: int, apart: Sequence[str]) -> TextHasher:
         """A `TextHasher` that remembers nothing yet; `apart` is `penstock.prompt.cuts.Cutter.apart`."""
+        ...
+
+    def Wire(self, names: Sequence[str], subset: Place, log: str, notes: Sequence[str], served: Place, address: Place) -> Wire:
+        """What reads and writes messages.
+
+        Args:
+            names: Of headers that are read.
+            subset: Where the subset's hint is in a request's metadata.
+            log: The namespace of the notes that a response comes with.
+            notes: Their names; without the first there are none.
+            served: Where a response's metadata says who answered.
+            address: Where its attributes do.
+        """
         ...
 
     def ResidencyIndex(self, per_replica: int, total: int, unknown: Knowledge) -> ResidencyIndex:
