@@ -14,7 +14,7 @@ from penstock.engine.core.plan import Int32
 from penstock.engine.messages import AddRequest
 from penstock.engine.runner.input_batch import MAX_TAPED_TOKENS
 from penstock.engine.sampling import SamplingParams
-from penstock.engine.spec.depth import DraftDepth
+from penstock.engine.spec.depth import DraftDepth, to_few_sizes
 
 SLICE = 4
 """Steps of a turn: few, so that what others do to the machine meanwhile falls on all sides alike."""
@@ -24,7 +24,7 @@ class FixedDepth(DraftDepth):
     """So many drafts of each row in every step, whatever becomes of them: what an adaptive number is compared with."""
 
     def __init__(self, drafts: int) -> None:
-        self._drafts, self._max_filled_tokens = drafts, MAX_TAPED_TOKENS
+        self._drafts, self.fill = drafts, to_few_sizes(MAX_TAPED_TOKENS)
 
     def learns_from(self, num_rows: int, drafts: int) -> bool:
         """Nothing is learned."""

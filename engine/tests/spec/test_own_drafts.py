@@ -9,6 +9,7 @@ from penstock.engine.runner.input_batch import Placed
 from penstock.engine.runner.own_drafts import Clock, OwnDrafts
 from penstock.engine.sampling import SamplingParams
 from penstock.engine.spec.costs import Timing
+from penstock.engine.spec.depth import to_few_sizes, to_whole_rows, unfilled
 from penstock.engine.spec.proposer import Proposer
 
 K, VOCAB = 4, 100
@@ -158,7 +159,7 @@ def test_a_step_costs_what_it_took_and_the_guess_that_it_verifies():
 def test_a_request_at_its_end_has_no_use_for_more_drafts_than_tokens():
     """It may end with 12 tokens."""
     config, rows = SpeculativeConfig(method="ngram", num_speculative_tokens=K), RowTable(1, 32, [4])
-    own = OwnDrafts(config, Sevens(), FREE, 1, VOCAB, STOPPED, max_filled_tokens=64)
+    own = OwnDrafts(config, Sevens(), FREE, 1, VOCAB, STOPPED, fill=to_few_sizes(64))
     a_step(own, rows, -1)
     found = {}
     for known in (6, 8, 9, 10, 11):
@@ -180,10 +181,17 @@ class Unequal(Proposer):
 
 
 def test_a_step_is_filled_up_with_guesses_that_are_not_the_proposers():
-    """Of nine rows two have drafts: 13 tokens. There are tapes of 14. A guess is the last token again, which is 0 here."""
+    """Of nine rows two have drafts: 13 tokens. There are tapes of 14, and a device has a graph of five each. A guess is the last
+    token again, which is 0 here."""
     config, count = SpeculativeConfig(method="suffix", num_speculative_tokens=K), 9
-    for most, expected in ((0, [[7, 7, 7, -1], [8, -1, -1, -1]]), (64, [[7, 7, 7, 0], [8, -1, -1, -1]])):
-        own, table = OwnDrafts(config, Unequal(), FREE, count, VOCAB, STOPPED, max_filled_tokens=most), RowTable(count, 32, [4])
+    none, few = [-1] * K, [7, 7, 7, -1]
+    for fill, expected in (
+        (unfilled, [few, [8, -1, -1, -1], none]),
+        (to_few_sizes(64), [[7, 7, 7, 0], [8, -1, -1, -1], none]),
+        (to_whole_rows(K, 45), [[7, 7, 7, 0], [8, 0, 0, 0], [0] * K]),
+        (to_whole_rows(K, 44), [few, [8, -1, -1, -1], none]),
+    ):
+        own, table = OwnDrafts(config, Unequal(), FREE, count, VOCAB, STOPPED, fill=fill), RowTable(count, 32, [4])
         sampling, rows = SamplingParams(max_tokens=9, temperature=0.0), np.arange(count, dtype=np.int32)
         admissions = [Admission(row, np.array([1], np.int32), 1, 0, sampling) for row in range(count)]
         ones = np.ones(count, np.int32)
@@ -191,5 +199,5 @@ def test_a_step_is_filled_up_with_guesses_that_are_not_the_proposers():
         own.apply(plan, table)
         table.apply(plan)
         told = own.propose(plan, a_read_step(), ones, table)
-        assert told is not None and told[:2].tolist() == expected and (told[2:] == -1).all()
+        assert told is not None and told.tolist() == [*expected, *[expected[-1]] * 6]
         assert own._num_proposed[:2].tolist() == [3, 1]

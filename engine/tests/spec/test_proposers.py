@@ -6,7 +6,7 @@ import pytest
 from penstock.engine.config import SpeculativeConfig
 from penstock.engine.core.row_table import RowTable
 from penstock.engine.spec.costs import Timing
-from penstock.engine.spec.depth import DraftDepth
+from penstock.engine.spec.depth import DraftDepth, to_few_sizes, to_whole_rows
 from penstock.engine.spec.lookup import lookup_proposer
 
 
@@ -93,12 +93,24 @@ def test_the_likeliest_drafts_of_all_rows_are_chosen():
 
 
 def test_steps_are_filled_up_to_few_sizes():
-    depth = DraftDepth(4, 8, CHEAP, max_filled_tokens=64)
-    sizes = [depth.filled(tokens) for tokens in range(1, 66)]
+    fill = to_few_sizes(64)
+    sizes = [fill(4, tokens) for tokens in range(1, 66)]
     assert sizes[:8] == list(range(1, 9)) and sizes[64] == 65, "so few have a size of their own, and so many no tape"
     assert sorted(set(sizes[8:64])) == [10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64]
     assert all(size >= tokens for tokens, size in enumerate(sizes, 1))
-    assert DraftDepth(4, 8, CHEAP).filled(9) == 9
+    assert DraftDepth(4, 8, CHEAP).fill(4, 9) == 9
+
+
+def test_a_device_verifies_as_many_drafts_of_each_row():
+    """Where there is a graph of them, and where they pay as many: two good rows of four do not pay for the others."""
+    fill = to_whole_rows(8, most=36)
+    assert [fill(rows, rows + 3) for rows in (1, 4, 5)] == [9, 36, 8]
+    dear = [Timing(rows, drafts, 1.0 + 0.25 * drafts) for rows in (1, 4) for drafts in (0, 8)]
+    proposed = np.array([8, 8, 0, 0], np.int32)
+    rows = np.arange(4, dtype=np.int32)
+    assert DraftDepth(4, 8, dear, fill=fill).choose(rows, proposed) is None
+    assert DraftDepth(4, 8, dear).choose(rows, proposed) is not None
+    assert DraftDepth(4, 8, alike(1.4), fill=fill).choose(rows, proposed) == [8, 8, 0, 0]
 
 
 def test_drafts_that_cost_more_than_measured_at_the_start_are_learned():

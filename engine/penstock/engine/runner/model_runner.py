@@ -44,6 +44,7 @@ from penstock.engine.runner.sampler.sampler import Sampler
 from penstock.engine.runner.staged_model import StagedModel
 from penstock.engine.runner.step_tapes import StepTapes
 from penstock.engine.runner.turns import Forward, Launched
+from penstock.engine.spec.depth import to_few_sizes
 from penstock.engine.spec.lookup import lookup_proposer
 from penstock.engine.spec.proposer import Proposer
 from penstock.kernels.ops import Ops, ops_for
@@ -197,7 +198,7 @@ class ModelRunner(RunnerBase[HostRuntime, HostStep, StepResult]):
         if (config := self.config.speculative) is not None and self._stage.last:
             self._proposer = self._make_proposer(config)
             self._bind_drafter()
-            sizes = self.config.scheduler, self.decoder_config.vocab_size, MAX_TAPED_TOKENS, self._draft_clock
+            sizes = self.config.scheduler, self.decoder_config.vocab_size, to_few_sizes(MAX_TAPED_TOKENS), self._draft_clock
             sampler = None if self._drafting is None else self._drafting.sampler
             self._own_drafts = measured_drafts(config, self._proposer, self._time_decodes, *sizes, sampler)
         if self._exchange is not None:

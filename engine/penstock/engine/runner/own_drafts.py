@@ -14,7 +14,7 @@ from penstock.engine.runner.input_batch import Placed
 from penstock.engine.runner.sampler.choice import Drawn
 from penstock.engine.runner.verification import choices_given
 from penstock.engine.spec.costs import Timing, knots
-from penstock.engine.spec.depth import HIGH_HOPE, HOPE, DraftDepth, depths
+from penstock.engine.spec.depth import HIGH_HOPE, HOPE, DraftDepth, Filling, depths, unfilled
 from penstock.engine.spec.proposer import Proposer
 
 log = logging.getLogger(__name__)
@@ -59,7 +59,7 @@ class OwnDrafts:
         clock: Compares steps.
         apart: Whether the host has tokens later than the rows count them, and says how many it has.
         sampler: Of a proposer that may draw its drafts; None: it never does.
-        max_filled_tokens: Of a step that is filled up with guesses to one of few sizes, at most.
+        fill: How steps with drafts are filled up.
     """
 
     def __init__(
@@ -71,13 +71,13 @@ class OwnDrafts:
         vocab_size: int,
         clock: Clock,
         sampler: DraftSampler | None = None,
-        max_filled_tokens: int = 0,
+        fill: Filling = unfilled,
         *,
         apart: bool = False,
     ) -> None:
         self._proposer, self._vocab_size, self._clock, self._sampler = proposer, vocab_size, clock, sampler
         hope = HOPE if proposer.looks_up else HIGH_HOPE
-        self._depth = DraftDepth(max_num_seqs, config.num_speculative_tokens, timings, hope, max_filled_tokens)
+        self._depth = DraftDepth(max_num_seqs, config.num_speculative_tokens, timings, hope, fill)
         self.drafts: Int32 = np.full((max_num_seqs, config.num_speculative_tokens), _PAD, np.int32)
         """[rows, K]: of each row's next step, -1 pads."""
         self._num_proposed: Int32 = np.zeros(max_num_seqs, np.int32)
@@ -294,7 +294,7 @@ class OwnDrafts:
         found[places >= each[:, None]] = _PAD
         self._own[of], self._has_any = found >= 0, True
         total = len(plan.rows) + int(each.sum())
-        more = self._depth.filled(total) - total
+        more = self._depth.fill(len(plan.rows), total) - total
         if more and (free := np.cumsum(room - each))[-1] >= more:
             # What a step is filled up with is a guess like any other.
             ends = each + np.clip(more - free + room - each, 0, room - each)
@@ -310,7 +310,7 @@ def measured_drafts(
     run: Callable[[int, int], float],
     scheduler: SchedulerConfig,
     vocab_size: int,
-    max_filled_tokens: int,
+    fill: Filling,
     clock: Clock,
     sampler: DraftSampler | None = None,
     *,
@@ -323,7 +323,7 @@ def measured_drafts(
     pairs = zip(*([it for it in timings if it.drafts == drafts] for drafts in (0, most)), strict=True)
     told = ", ".join(f"{after.seconds / before.seconds:.2f} at {before.rows} requests" for before, after in pairs)
     log.info("steps with %d drafts take, as multiple of those without: %s", most, told)
-    return OwnDrafts(config, proposer, timings, rows, vocab_size, clock, sampler, max_filled_tokens, apart=apart)
+    return OwnDrafts(config, proposer, timings, rows, vocab_size, clock, sampler, fill, apart=apart)
 
 
 def measure_steps(run: Callable[[int, int], float], max_num_seqs: int, num_drafts: int) -> list[Timing]:

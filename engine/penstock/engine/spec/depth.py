@@ -1,6 +1,6 @@
 """How many drafts pay: verifying makes a step longer, and gains a token only where a draft and all before it are accepted."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from operator import itemgetter
 from typing import Final, NamedTuple
 
@@ -71,6 +71,39 @@ class _Best(NamedTuple):
 _chance = itemgetter(0)
 
 
+Filling = Callable[[int, int], int]
+"""Rows and tokens of a step with drafts → the tokens that it is filled up to with guesses."""
+
+
+def unfilled(rows: int, tokens: int) -> int:
+    """No more than there are."""
+    del rows
+    return tokens
+
+
+def to_few_sizes(most: int) -> Filling:
+    """A few more tokens, up to `most`: steps of few sizes run from few tapes."""
+
+    def fill(rows: int, tokens: int) -> int:
+        del rows
+        if tokens <= _SIZES or tokens > most:
+            return tokens
+        apart = 1 << ((tokens - 1).bit_length() - _SIZES.bit_length() + 1)
+        return -(-tokens // apart) * apart
+
+    return fill
+
+
+def to_whole_rows(drafts: int, most: int) -> Filling:
+    """So many drafts of each row, up to `most` tokens: a device has graphs of such steps alone."""
+
+    def fill(rows: int, tokens: int) -> int:
+        whole = rows * (1 + drafts)
+        return whole if whole <= most else tokens
+
+    return fill
+
+
 class DraftDepth:
     """Chooses how many drafts of each row a step verifies: of all that there are, the likeliest, as many as pay.
 
@@ -81,11 +114,11 @@ class DraftDepth:
         num_drafts: K, drafts of a row at most.
         timings: As of `StepCosts`.
         hope: Acceptance that is believed in.
-        max_filled_tokens: Of a step that is filled up to one of few sizes, at most; see `filled`.
+        fill: How steps with drafts are filled up.
     """
 
     def __init__(
-        self, max_num_seqs: int, num_drafts: int, timings: Sequence[Timing], hope: float = HOPE, max_filled_tokens: int = 0
+        self, max_num_seqs: int, num_drafts: int, timings: Sequence[Timing], hope: float = HOPE, fill: Filling = unfilled
     ) -> None:
         self._acceptance = [hope] * max_num_seqs
         self._hope = self._usual = hope
@@ -99,7 +132,8 @@ class DraftDepth:
         """By the number of drafts that were judged: weight of what was known of a row before."""
         self._offered = float(num_drafts)
         """Drafts of a row that the proposer usually has."""
-        self._max_filled_tokens = max_filled_tokens
+        self.fill = fill
+        """How steps with drafts are filled up."""
         self.costs = StepCosts(max_num_seqs, self.depths, timings)
         self._plain, self._compares = 0, False
         """Steps without drafts that were observed since there were some, and whether another one is looked for."""
@@ -202,10 +236,6 @@ class DraftDepth:
         size = size_of(num_rows)
         self._credit[size] = min(max(self._credit[size] + steps, -_MOST_DEBT), _MOST_CREDIT)
 
-    def filled(self, tokens: int) -> int:
-        """So many tokens of a step, or a few more; see the function `filled`."""
-        return filled(tokens, self._max_filled_tokens)
-
     def most(self, rows: Int32, others: int = 0) -> int:
         """The most drafts that can pay for these rows, [m], beside so many that get none, however many a proposer has. It is one
         that reads every step, which is not free either, and makes as many of each row."""
@@ -303,7 +333,7 @@ class DraftDepth:
         """As many of these drafts as make the most tokens a second; none where they do not make clearly more than no drafts."""
         best, made, taken = _Best(0, _MARGIN), float(num_rows), 0
         while taken < len(ranked):
-            size = self.filled(num_rows + taken + 1)
+            size = self.fill(num_rows, num_rows + taken + 1)
             for chance, _ in ranked[taken : size - num_rows]:
                 made += chance
             taken = min(size - num_rows, len(ranked))
@@ -315,14 +345,6 @@ class DraftDepth:
     def _rate(self, num_rows: int, drafts: int, made: float) -> float:
         """Tokens a second of a step with so many drafts that makes so many tokens, as a multiple of those without drafts."""
         return made / (self.costs.of(num_rows, drafts / num_rows) * num_rows)
-
-
-def filled(tokens: int, most: int) -> int:
-    """So many tokens, or a few more, up to `most`: steps of few sizes run from few tapes."""
-    if tokens <= _SIZES or tokens > most:
-        return tokens
-    apart = 1 << ((tokens - 1).bit_length() - _SIZES.bit_length() + 1)
-    return -(-tokens // apart) * apart
 
 
 def depths(num_drafts: int) -> list[int]:

@@ -86,7 +86,7 @@ def test_drawn_drafts_are_those_of_a_cpu(checkpoint, build_device_runner, build_
     config = device.runner.config
     cpu = build_runner(checkpoint("llama"), form="reference", scheduler=config.scheduler, speculative=config.speculative)
     engine = Engine(cpu, depth=1, num_blocks=100)
-    cpu._own_drafts._depth._max_filled_tokens = 0  # a device has no tapes for the sake of which it drafts less
+    cpu._own_drafts._depth.fill = device.runner._own_drafts._depth.fill  # not for the sake of tapes
     assert engine.run(batch) == found
 
 

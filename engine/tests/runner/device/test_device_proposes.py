@@ -7,16 +7,20 @@ import msgspec
 import numpy as np
 import pytest
 from lettered_model import with_letters
+from recording_graphs import RecordingGraphs
 from test_core_with_runner import OUTPUTS, SCHEDULER, VOCAB, Engine, requests
+from test_draft_model import alone as alone_of  # noqa: F401 (a fixture)
 from test_drafts_in_core import DIES, NGRAM, SUFFIX, Guesses, K
 from test_grammars_on_devices import FORM
 from test_guides_in_core import ROOMY
 
+from penstock.engine.config import GraphConfig
 from penstock.engine.core.executor import Pending
 from penstock.engine.core.plan import SampleInputs, StepResult
 from penstock.engine.messages import AbortRequests, AddRequest
 from penstock.engine.runner import own_drafts
 from penstock.engine.runner.device import device_runner
+from penstock.engine.runner.device.graphs.descriptor import GraphMode
 from penstock.engine.sampling import SamplingParams
 from penstock.engine.spec.costs import Timing
 from penstock.engine.spec.proposer import Proposer
@@ -134,6 +138,38 @@ def test_drafts_change_no_token(path, build_device_runner, asked, alone, depth, 
     if proposer == "right":
         assert engine.counts["accepted"] > 100
     assert engine.core.scheduler.kv.pool.num_used == 0
+
+
+class ForSome(Guesses):
+    """Drafts for one of two requests."""
+
+    def propose(self, table, rows, known, most):
+        drafts = super().propose(table, rows, known, most)
+        drafts[1::2] = -1
+        return drafts
+
+
+@pytest.mark.req("SD-12")
+def test_drafts_of_some_requests_run_from_the_graphs_of_drafts_of_all(path, build_device_runner, alone_of) -> None:  # noqa: F811
+    """The others' are guesses. Beside a prompt, and where a request has room for fewer, the step has no graph of its own."""
+    tokens = alone_of("llama", False)
+    graphs = GraphConfig(mode="FULL_AND_PIECEWISE", capture_sizes=(1, 2, 4, 8, 16, 32, 48))
+    engine = Drafting(build_device_runner, path, 1, proposer=ForSome(tokens, 1.0), graphs=graphs, recording=RecordingGraphs())
+    runner, steps = engine.runner, list[tuple[bool, bool]]()
+    while runner.graphs.capture_next():
+        pass
+    begin = runner._begin
+
+    def begun(plan, *given):
+        step = begin(plan, *given)
+        if len(plan.num_drafts):
+            steps.append((bool((plan.num_drafts == K).all()), step.found.mode is GraphMode.FULL))
+        return step
+
+    runner._begin = begun
+    assert engine.run(requests(False)) == tokens
+    whole = [full for all_alike, full in steps if all_alike]
+    assert len(whole) > 3 and all(whole)
 
 
 @pytest.mark.parametrize("name", ["gemma3", "qwen3-windows"])

@@ -48,6 +48,7 @@ from penstock.engine.runner.proposers import Drafter, new_drafter, states_of_tar
 from penstock.engine.runner.sampler.sampler import Sampler
 from penstock.engine.runner.turns import Forward
 from penstock.engine.sampling import SamplingParams
+from penstock.engine.spec.depth import to_whole_rows
 from penstock.engine.spec.lookup import lookup_proposer
 from penstock.engine.spec.proposer import Proposer
 from penstock.kernels.ops import Ops, ops_for
@@ -260,7 +261,8 @@ class DeviceRunner(RunnerBase[DeviceRuntime, LaunchedStep, Pending]):
         if (config := self.config.speculative) is not None:
             self._proposer = self._make_proposer(config)
             self._bind_drafter()
-            sizes = scheduler, self.decoder_config.vocab_size, 0, self._draft_clock
+            fill = to_whole_rows(config.num_speculative_tokens, self.dispatcher.most_tokens(VERIFICATION))
+            sizes = scheduler, self.decoder_config.vocab_size, fill, self._draft_clock
             sampler = None if self._drafting is None else self._drafting.sampler
             self._own_drafts = measured_drafts(config, self._proposer, self._time_decodes, *sizes, sampler, apart=True)
 

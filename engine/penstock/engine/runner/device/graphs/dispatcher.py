@@ -87,6 +87,10 @@ class GraphDispatcher:
             found += [self._mixed(size, has_lora, variant) for size in reversed(self._sizes)]
         return found
 
+    def most_tokens(self, variant: Hashable) -> int:
+        """Of a step that runs from a FULL graph of this variant, once all are captured."""
+        return max((key.num_tokens for key in self.full_candidates(has_lora=False, variant=variant)), default=0)
+
     def piecewise_candidates(self, has_lora: bool) -> list[BatchDescriptor]:
         """The PIECEWISE graphs that the mode asks for, largest first."""
         if self.mode not in ("PIECEWISE", "FULL_AND_PIECEWISE"):
