@@ -1,43 +1,24 @@
-"""What runners on every device do alike: the model, its weights and adapters, the layout of the cache, steps for measurement."""
+"""What runners on every device do alike: the model, its weights and adapters, and what is asked of the sampler."""
 
 import dataclasses
 import gc
-import hashlib
 import logging
 import threading
 from abc import abstractmethod
 from collections.abc import Sequence
-from concurrent.futures import Future
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, cast
 
-import msgspec
-import numpy as np
 import torch
 
 from penstock.engine.attention.backends.interface import AttentionNeeds
 from penstock.engine.attention.backends.phases import AttentionPhases
 from penstock.engine.attention.backends.registry import choose_attention
-from penstock.engine.attention.pages import plane_views
-from penstock.engine.cache.layout import KVLayout, kv_layout
-from penstock.engine.cache.pages import PageGeometry, PageIdentity, kv_dtypes
+from penstock.engine.cache.layout import kv_layout
 from penstock.engine.config import ConfigError, EngineConfig
-from penstock.engine.connectors.host_pages import HostPages
-from penstock.engine.connectors.keepers import keeper_of
-from penstock.engine.connectors.lmcache_store import LmcacheStore
-from penstock.engine.connectors.mooncake_store import MooncakeStore
-from penstock.engine.connectors.moves import Lower, Move, Moved, PageFile
-from penstock.engine.connectors.namespace import Namespace, weights_digest
-from penstock.engine.connectors.page_files import PageFiles
-from penstock.engine.connectors.page_mover import PageMover
-from penstock.engine.connectors.page_objects import PageObjects
-from penstock.engine.connectors.store_address import store_address
-from penstock.engine.connectors.transfer.agent import Agent
-from penstock.engine.connectors.transfer.words import Errand, News, Part
 from penstock.engine.core.executor import AdapterRead
-from penstock.engine.core.plan import NONE, Admission, Bool, GraphReport, Int32, SampledTokens, StepPlan, StepResult, empty
+from penstock.engine.core.plan import GraphReport, SampledTokens
 from penstock.engine.host_memory import large_blocks_apart, return_free_memory
 from penstock.engine.loading.checkpoint import packed_modules, resolve
 from penstock.engine.loading.json_files import read_object
@@ -58,7 +39,6 @@ from penstock.engine.models.layers.shard import Shard, Span, Stage
 from penstock.engine.models.model import Model
 from penstock.engine.models.moe import MoeForCausalLM
 from penstock.engine.models.registry import model_class
-from penstock.engine.multimodal.settings import ImageSettings
 from penstock.engine.parallel.expert_exchange import ExpertExchange
 from penstock.engine.parallel.expert_group import ExpertGroup
 from penstock.engine.parallel.group import Group
@@ -66,7 +46,9 @@ from penstock.engine.quant.checkpoint import stored, warn_of_ignored
 from penstock.engine.quant.kv_scales import KVScales, read_kv_scales
 from penstock.engine.quant.online import quantized
 from penstock.engine.quant.parse.config import parse_quantization
+from penstock.engine.runner.kv_pages import KVPages
 from penstock.engine.runner.not_finite import NotFinite
+from penstock.engine.runner.null_steps import NullSteps
 from penstock.engine.runner.profile import RunnerProfile
 from penstock.engine.runner.prompt_logprobs import PromptRows
 from penstock.engine.runner.requests import Requests
@@ -74,7 +56,6 @@ from penstock.engine.runner.sampler.custom import load_processors
 from penstock.engine.runner.sampler.sampler import Sampler
 from penstock.engine.runner.sampler.scores import score_prompts
 from penstock.engine.runner.turns import Forward, Runtime, Sampled, Step, Turns
-from penstock.engine.sampling import SamplingParams
 from penstock.engine.spec.checkpoint import DraftCheckpoint
 from penstock.engine.stats import ExpertStats
 from penstock.kernels.ops import Ops
@@ -82,23 +63,14 @@ from penstock.kernels.prepare_kv.cache_rows import FLOATS_OF_EIGHT_BITS
 
 log = logging.getLogger(__name__)
 
-# What asks the most memory of the sampler.
-_COSTLY = SamplingParams(
-    max_tokens=1, temperature=1.0, top_k=50, top_p=0.9, min_p=0.01, logprobs=20, prompt_logprobs=20, repetition_penalty=1.1
-)
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
-def _seen_as(*images: ImageSettings | None) -> str:
-    """How models have images prepared, in the words of `PageIdentity`."""
-    return " ".join(msgspec.json.encode((one.resize, one.normalization)).decode() for one in images if one is not None)
-
-
-class RunnerBase(Turns[Runtime, Step, Sampled]):
+class RunnerBase(Turns[Runtime, Step, Sampled], KVPages, NullSteps):
     """Weights, KV cache and rows of one rank.
 
     In order: `load`, `profile_memory`, `initialize_kv_cache`, `warm_up`; then `execute` and `sample` in turn. One thread at a
-    time.
+    time. Steps are in `turns.py`, the cache and pages that leave it in `kv_pages.py`, and steps for nobody in `null_steps.py`.
     """
 
     sampler: Sampler
@@ -118,20 +90,13 @@ class RunnerBase(Turns[Runtime, Step, Sampled]):
         self.decoder_config = parse_decoder_config(read_object(config.model.path / "config.json"))
         self._dtype = _DTYPES[config.model.dtype]
         self._profile: RunnerProfile | None = None
-        self._host_pages: HostPages | None = None
-        self._movers: dict[Lower, PageMover] = {}
-        self._moved: dict[Lower, dict[int, Moved]] = {}
-        """Ends of moves of places that have been closed."""
-        self._agent: Agent | None = None
         self._thread: int | None = None
         heads, model = self._shard.kv_heads(self.decoder_config.num_kv_heads).size, config.model
         kv_dtype = model.kv_dtype or model.dtype
         self._kv_layers = kv_layers(self.decoder_config, heads, kv_dtype, model.max_model_len)
         all_heads = self.decoder_config.num_kv_heads
         self._whole_kv_layers = kv_layers(self.decoder_config, all_heads, kv_dtype, model.max_model_len)
-        """What all ranks of tensor parallelism keep together."""
         self._same_pages = self._shard.replicas(1 if self.decoder_config.latent else self.decoder_config.num_kv_heads)
-        """Neighbouring ranks, this one included, whose pages have the same bytes: those of one KV head, or of a latent."""
         self._kv_dtype: torch.dtype = getattr(torch, self._kv_layers[0].planes[0].dtype)
         drafter = DraftCheckpoint.read(config.speculative, model)
         if drafter is not None:
@@ -176,14 +141,6 @@ class RunnerBase(Turns[Runtime, Step, Sampled]):
     @abstractmethod
     def _make_ops(self) -> Ops:
         """The operations that the model is built on."""
-
-    @abstractmethod
-    def _zeroed(self, size: int) -> torch.Tensor:
-        """So many bytes of the device's memory, uint8, all zero."""
-
-    @abstractmethod
-    def _run(self, plan: StepPlan) -> StepResult:
-        """A step from its plan to its result."""
 
     def _reset(self) -> None:
         """No row has a request."""
@@ -475,159 +432,6 @@ class RunnerBase(Turns[Runtime, Step, Sampled]):
             gc.collect()
             return_free_memory()
 
-    # --- the cache ---
-
-    def kv_layout(self) -> KVLayout:
-        """How the layers share the cache's pages."""
-        return self._layout
-
-    def initialize_kv_cache(self, num_blocks: int) -> None:
-        """Allocates the cache, block 0 (the null block) included.
-
-        One page holds a block of all layers of a group, so that a block is one range of bytes wherever it travels; layers see
-        strided views.
-        """
-        self._num_blocks = num_blocks
-        layout = self._layout
-        pages = self._zeroed(num_blocks * layout.page_bytes).view(num_blocks, layout.num_slots, layout.slot_bytes)
-        self._pages = pages
-        if self._host_pages is not None:
-            self._host_pages.move_to(pages)
-        self.kv_caches = [pages[:, 0]] * len(self._kv_layers)
-        for group in layout.groups:
-            for slot, layer in enumerate(group.layers):
-                self.kv_caches[layer] = plane_views(pages[:, slot], self._kv_layers[layer], group.block_size)["kv"]
-
-    def page_keeper(self) -> int:
-        """Return the rank that stores, brings and sends this rank's pages; see `keeper_of`."""
-        return 0 if self._group is None else keeper_of(self._group.number, self._same_pages, self._group.ranks)
-
-    def initialize_offload(self, num_pages: int) -> None:
-        """Allocates the host's memory for so many pages."""
-        transfer, group = self.config.transfer, self._group
-        lends = transfer is not None and transfer.lends
-        if group is None or self._same_pages == 1:
-            self._host_pages = HostPages(self._pages, num_pages, shared=lends)
-        else:
-            memory = group.page_memory[self.page_keeper() % group.ranks]
-            self._host_pages = HostPages(self._pages, num_pages, memory=memory, stores=self._keeps_pages)
-
-    def _ranks_here(self) -> tuple[int, int]:
-        """How many ranks there are on this node, and how many of them keep pages."""
-        if (group := self._group) is None:
-            return 1, 1
-        first = group.number - group.number % group.ranks
-        ranks = range(first, first + group.ranks)
-        return len(ranks), len({keeper_of(rank, self._same_pages, group.ranks) for rank in ranks})
-
-    @property
-    def _keeps_pages(self) -> bool:
-        return self._group is None or self.page_keeper() == self._group.number
-
-    def open_lower(self, name: Lower) -> list[PageFile]:
-        """Opens the place of pages of these weights."""
-        cache = self.config.cache
-        assert self._host_pages is not None, "there are no tiers"
-        if not self._keeps_pages:
-            return []
-        if (mover := self._movers.pop(name, None)) is not None:
-            mover.close()
-            self._moved[name] = self._moved.get(name, {}) | mover.take()
-        namespace, slots = self._namespace(), self._host_pages.slots
-        if name == "disk":
-            assert cache.disk_folder is not None, "there is no disk tier"
-            files = PageFiles(cache.disk_folder, namespace, slots, cache.disk_bytes, *self._ranks_here())
-            self._movers[name] = files
-            return files.found
-        if name == "store":
-            assert cache.store is not None, "there is no shared store"
-            address = store_address(cache.store)
-            store = MooncakeStore if address.kind == "mooncake" else LmcacheStore
-            self._movers[name] = store(address, namespace, slots)
-            return []
-        assert cache.bucket is not None, "there is no object store"
-        self._movers[name] = PageObjects(cache.bucket, namespace, slots)
-        return []
-
-    def _namespace(self) -> Namespace:
-        model, cache, source = self.config.model, self.config.cache, self._source
-        commits = [weights_digest(source.path)] + ([] if self._drafter is None else [weights_digest(self._drafter.path)])
-        return Namespace(
-            version=version("penstock"),
-            hash_seed=cache.hash_seed,
-            identity=PageIdentity(
-                commit=" ".join([*commits, *(["made up"] if source.format == "dummy" else [])]),
-                quantization=model.quantization or "",
-                kv_dtypes=kv_dtypes(self._kv_layers),
-                scales="" if self._kv_scales is None else hashlib.sha256(repr(self._kv_scales).encode()).hexdigest(),
-                images=_seen_as(model.images, None if self._drafter is None else self._drafter.images),
-            ),
-            geometry=PageGeometry(
-                layers=tuple(self._kv_layers),
-                layout=self._layout,
-                part=self._shard.rank // self._same_pages,
-                parts=self._shard.world // self._same_pages,
-            ),
-        )
-
-    def move_pages(self, name: Lower, moves: list[Move]) -> None:
-        """Begins to move pages; without a place none of them comes to anything."""
-        if not self._keeps_pages:
-            return
-        if (mover := self._movers.get(name)) is None:
-            lost = {move.number: Moved(0.0, "the folder could not be opened") for move in moves}
-            self._moved[name] = self._moved.get(name, {}) | lost
-        else:
-            mover.begin(moves)
-
-    def take_moved(self, name: Lower) -> dict[int, Moved]:
-        """Moves that have ended since the last call."""
-        mover = self._movers.get(name)
-        return self._moved.pop(name, {}) | ({} if mover is None else mover.take())
-
-    def open_transfer(self, engine_id: str) -> Part:
-        """Begins to lend and read pages of these weights, under the engine's id; returns what this rank has of each page."""
-        config, number = self.config.transfer, 0 if self._group is None else self._group.number
-        assert config is not None and self._host_pages is not None, "there is nothing to transfer"
-        space, of = self._namespace(), self._shard.world // self._same_pages
-        layout = KVLayout(self._layout.groups, 0)
-        whole = msgspec.structs.replace(space, geometry=PageGeometry(layers=tuple(self._whole_kv_layers), layout=layout))
-        place = self._stage.rank, self._stage.world, space.geometry.part, of
-        part = Part(*place, whole.name, config.host, self._keeps_pages)
-        if not self._keeps_pages:
-            return part
-        if self._agent is None:
-            config, first = msgspec.structs.replace(config, engine_id=engine_id), number % self._same_pages == 0
-            self._agent = Agent(config, part, space.geometry, self._host_pages, number, lends=config.lends and first)
-        else:
-            self._agent.rename(part.name)
-        return part
-
-    def run_errands(self, errands: list[Errand]) -> None:
-        """Does what is asked about pages at other replicas, where this rank keeps pages."""
-        assert self._agent is not None or not self._keeps_pages, "no pages are lent or read"
-        if self._agent is not None:
-            self._agent.run(errands)
-
-    def take_news(self) -> News:
-        """What has become of pages at other replicas since the last call."""
-        assert self._agent is not None or not self._keeps_pages, "no pages are lent or read"
-        return News({}, [], []) if self._agent is None else self._agent.take()
-
-    def _copies(self, plan: StepPlan) -> Future[tuple[float, float]] | None:
-        """Begins to copy what the plan says, and gives the seconds that stores and loads have taken; None: nothing is copied."""
-        if plan.transfers is None:
-            return None
-        assert self._host_pages is not None, "pages are copied, and there is no place for them"
-        return self._host_pages.begin(plan.transfers)
-
-    def _drop_pages(self) -> None:
-        """Gives the cache's memory back; what the host's memory holds stays there."""
-        self.kv_caches: list[torch.Tensor] = []
-        self._pages = torch.empty(0)
-        if self._host_pages is not None:
-            self._host_pages.move_to(self._pages)
-
     # --- a step ---
 
     def _score(self, hidden: torch.Tensor, logits_indices: torch.Tensor | None, asked: PromptRows | None) -> Forward:
@@ -643,82 +447,3 @@ class RunnerBase(Turns[Runtime, Step, Sampled]):
         if asked is not None:
             prompts = score_prompts(self.runtime, self.sampler, compute, hidden, asked, self.config.logprobs_mode)
         return Forward(logits, prompts)
-
-    # --- steps in the null block ---
-
-    def _dummy_step(self, num_tokens: int, num_rows: int, num_drafts: int = 0) -> None:
-        """Runs prompts of so many tokens, of which so many rows sample with everything that costs memory, in the null block. No
-        more tokens than all rows can have between them. So many of a row's last tokens count as drafts, if it has more."""
-        longest = self.config.model.max_model_len - 1
-        num_tokens = min(num_tokens, self.config.scheduler.max_num_seqs * longest)
-        rows = max(num_rows, -(-num_tokens // longest))
-        lengths = np.full(rows, num_tokens // rows, np.int32)
-        lengths[: num_tokens % rows] += 1
-        samples = np.arange(rows) < num_rows
-        drafts = np.where(samples & (lengths > num_drafts), np.int32(num_drafts), np.int32(0)) if num_drafts else NONE
-        self.run_null_step(lengths, samples, _COSTLY, drafts)
-
-    def run_null_step(self, lengths: Int32, samples: Bool, sampling: SamplingParams, num_drafts: Int32 = NONE) -> None:
-        """Runs prompts in the null block, and forgets them.
-
-        Args:
-            lengths: [r]: tokens of each.
-            samples: [r]: whether it samples.
-            sampling: Of all of them.
-            num_drafts: [r]: how many of its tokens count as drafts; NONE: none do.
-        """
-        admissions = [
-            Admission(
-                row=row,
-                token_ids=np.zeros(length, np.int32),
-                num_prompt_tokens=length,
-                num_computed_tokens=0,
-                sampling=sampling,
-                lora_slot=self._lora.dummy_slot,
-            )
-            for row, length in enumerate(lengths.tolist())
-        ]
-        self._run(self._null_plan(admissions, lengths, samples, num_drafts))
-        self._reset()
-
-    def _null_decodes(self, rows: int, drafts: int) -> StepPlan:
-        """A step of so many greedy decodes with so many drafts of all together, in the null block."""
-        greedy, token = SamplingParams(max_tokens=1, temperature=0.0), np.zeros(1, np.int32)
-        admissions = [
-            Admission(row=row, token_ids=token, num_prompt_tokens=1, num_computed_tokens=0, sampling=greedy)
-            for row in range(rows)
-        ]
-        each = drafts // rows + (np.arange(rows) < drafts % rows).astype(np.int32)
-        return self._null_plan(admissions, 1 + each, np.ones(rows, np.bool_), each if drafts else NONE)
-
-    def warm_up(self) -> None:
-        """Makes a prompt's step and a decode step for real, in the null block; RuntimeError where what comes of them is not
-        finite."""
-        self._reset()  # a row keeps the blocks of whoever was in it
-        config = self.config
-        length = min(config.cache.block_size, config.model.max_model_len - 1, config.scheduler.max_num_batched_tokens)
-        params = SamplingParams(max_tokens=2, temperature=1.0, top_p=0.9, logprobs=1)
-        prompt = Admission(
-            row=0, token_ids=np.zeros(length, np.int32), num_prompt_tokens=length, num_computed_tokens=0, sampling=params
-        )
-        # An embedding ends with its prompt.
-        decodes = [] if config.model.pooling is not None else [(list[Admission](), 1)]
-        for admissions, count in ([prompt], length), *decodes:
-            failed = self._run(self._null_plan(admissions, np.array([count], np.int32), samples=np.ones(1, np.bool_))).failed
-            if failed:
-                raise RuntimeError(f"warm-up: {failed[0]}; are the checkpoint's weights finite in {self.config.model.dtype}?")
-        self._reset()
-
-    def _null_plan(self, admissions: list[Admission], num_new_tokens: Int32, samples: Bool, num_drafts: Int32 = NONE) -> StepPlan:
-        """Of the first rows, whose blocks all are the null block."""
-        return StepPlan(
-            step_id=0,
-            released=empty(),
-            admissions=admissions,
-            append_rows=[empty() for _ in self._layout.groups],
-            append_blocks=[empty() for _ in self._layout.groups],
-            rows=np.arange(len(num_new_tokens), dtype=np.int32),
-            num_new_tokens=num_new_tokens,
-            samples=samples,
-            num_drafts=num_drafts,
-        )

@@ -126,6 +126,7 @@ class Turns(ABC, Generic[Runtime, Step, Sampled]):
     """Of a step."""
 
     def __init__(self, runtime: Runtime) -> None:
+        super().__init__()
         self.runtime = runtime
         self._launched: Launched[Step] | None = None
         self._own_drafts: OwnDrafts | None = None
