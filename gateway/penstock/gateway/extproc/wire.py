@@ -92,7 +92,7 @@ class PlainWire:
     """By protobuf."""
 
     def read(self, data: bytes) -> Message:
-        """See `Wire`."""
+        """The message; raises `DecodeError` where it is none."""
         message = ProcessingRequest.FromString(data)
         kind = message.WhichOneof("request") or ""
         fields: dict[str, str] = {}
@@ -115,13 +115,13 @@ class PlainWire:
         return Message(kind, message.observability_mode, fields, body, ends, modes, hint, noted, served)
 
     def picked(self, pick: Pick) -> bytes:
-        """See `Wire`."""
+        """The answer that sends a request to its destination."""
         answer = ProcessingResponse()
         send_on(answer, answer.request_headers.response, pick)
         return answer.SerializeToString()
 
     def chunk(self, body: bytes, ends: bool) -> bytes:
-        """See `Wire`."""
+        """The answer that has a chunk of the body."""
         answer = ProcessingResponse()
         chunk = answer.request_body.response.body_mutation.streamed_response
         chunk.body = body
@@ -140,7 +140,7 @@ class CompiledWire:
         self._plain = PlainWire()
 
     def read(self, data: bytes) -> Message:
-        """See `Wire`."""
+        """The message; raises `DecodeError` where it is none."""
         try:
             kind, observed, fields, body, ends, modes, hint, noted, served = self._read(data)
         except ValueError:
@@ -148,7 +148,7 @@ class CompiledWire:
         return Message(kind, observed, fields, body, ends, None if modes is None else Modes(*modes), hint, noted, served)
 
     def picked(self, pick: Pick) -> bytes:
-        """See `Wire`."""
+        """The answer that sends a request to its destination."""
         return self._picked(*pick)
 
 
