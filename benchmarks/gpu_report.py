@@ -74,6 +74,7 @@ COMPILED = (
     "kernels/tests/test_triton_attention.py",
     "kernels/tests/test_triton_eight_bits.py",
     "kernels/tests/test_few_rows.py",
+    "kernels/tests/test_float8_linear.py",
     "kernels/tests/test_triton_quantized.py",
     "kernels/tests/test_triton_dense.py",
     "kernels/tests/test_triton_norm.py",
