@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from penstock.kernels.float8_linear.reference import Float8Weight, scaled_product
-from penstock.kernels.prepare_kv.triton import float8
+from penstock.kernels.prepare_kv.triton import kept, magnitude
 from penstock.kernels.quantized_linear.rounding import FLOAT8_MAX, SMALLEST, Rounding
 
 _MOST_BLOCK = 2048
@@ -28,8 +28,7 @@ def _float8_numbers_kernel(
         most = tl.zeros([BLOCK], tl.int32)
         for first in range(0, IN, BLOCK):
             value = tl.load(x + row * x_stride + first + at, first + at < IN, 0.0).to(tl.float32)
-            # As whole numbers, magnitudes are in the same order, and NaN is the greatest.
-            most = tl.maximum(most, value.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
+            most = tl.maximum(most, magnitude(value))
         own = tl.div_rn(tl.max(most, 0).to(tl.float32, bitcast=True), _LARGEST * 1.0)
         own = tl.where(own < _SMALLEST, _SMALLEST, own)
         if POWER_OF_TWO:
@@ -40,8 +39,7 @@ def _float8_numbers_kernel(
     tl.store(scales + row, own)
     for first in range(0, IN, BLOCK):
         value = tl.load(x + row * x_stride + first + at, first + at < IN, 0.0).to(tl.float32)
-        code = float8(tl.div_rn(value, own), 3, 7, 0x43E00000).to(tl.float8e4nv, bitcast=True)  # 448 at most
-        tl.store(numbers + row * IN + first + at, code, first + at < IN)
+        tl.store(numbers + row * IN + first + at, kept(value, own, tl.float8e4nv), first + at < IN)
 
 
 def float8_numbers(x: torch.Tensor, rule: Rounding, scale: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:

@@ -24,7 +24,7 @@ _INFINITY = tl.constexpr(0x7F800000)
 
 
 @triton.jit
-def float8(x, MANTISSA: tl.constexpr, BIAS: tl.constexpr, GREATEST: tl.constexpr):
+def _float8(x, MANTISSA: tl.constexpr, BIAS: tl.constexpr, GREATEST: tl.constexpr):
     """float32 to bytes of a floating-point format: to nearest, ties to even. What is beyond the greatest number, whose bits as
     float32 are given, becomes it; NaN stays so. In whole numbers, since the interpreter's own cast rounds otherwise."""
     DROPPED: tl.constexpr = 23 - MANTISSA
@@ -40,14 +40,14 @@ def float8(x, MANTISSA: tl.constexpr, BIAS: tl.constexpr, GREATEST: tl.constexpr
 
 
 @triton.jit
-def _kept(x, divisor, TYPE: tl.constexpr):
+def kept(x, divisor, TYPE: tl.constexpr):
     """float32 in the cache's dtype: the rounding of `cache_rows`, after a division where there is something to divide by."""
     if divisor is not None:
         x = tl.div_rn(x, divisor)
     if tl.float8e4nv == TYPE:
-        x = float8(x, 3, 7, 0x43E00000).to(TYPE, bitcast=True)  # 448
+        x = _float8(x, 3, 7, 0x43E00000).to(TYPE, bitcast=True)  # 448
     elif tl.float8e5 == TYPE:
-        x = float8(x, 2, 15, 0x47600000).to(TYPE, bitcast=True)  # 57,344
+        x = _float8(x, 2, 15, 0x47600000).to(TYPE, bitcast=True)  # 57,344
     elif tl.int8 == TYPE:
         # To nearest, ties to even: the sum's last bit is worth 1.
         x = ((tl.where(x == x, x, 0.0) + 12582912.0) - 12582912.0).to(tl.int8)
@@ -55,7 +55,7 @@ def _kept(x, divisor, TYPE: tl.constexpr):
 
 
 @triton.jit
-def _magnitude(x):
+def magnitude(x):
     """The bits of |x|, which are in the order of the numbers: their greatest is that of a NaN, if there is one."""
     return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
@@ -88,16 +88,16 @@ def _place(
         c, s = tl.load(cos + at, at < HALF, 0.0), tl.load(sin + at, at < HALF, 0.0)
         first, second = first * c - second * s, second * c + first * s
     if tl.int8 == TYPE:
-        most = tl.max(tl.maximum(_magnitude(first), _magnitude(second)), axis=1, keep_dims=True)
+        most = tl.max(tl.maximum(magnitude(first), magnitude(second)), axis=1, keep_dims=True)
         if 2 * HALF < D:
-            most = tl.maximum(most, tl.max(_magnitude(beyond), axis=1, keep_dims=True))
+            most = tl.maximum(most, tl.max(magnitude(beyond), axis=1, keep_dims=True))
         divisor = tl.maximum(tl.div_rn(most.to(tl.float32, bitcast=True), _MOST * 1.0), _SMALLEST)
         divisor = tl.where(most < _INFINITY, divisor, float("nan"))
         tl.store((target + D).to(tl.pointer_type(tl.float32)), divisor, inside)
-    tl.store(target + at, _kept(first, divisor, TYPE), here)
-    tl.store(target + HALF + at, _kept(second, divisor, TYPE), here)
+    tl.store(target + at, kept(first, divisor, TYPE), here)
+    tl.store(target + HALF + at, kept(second, divisor, TYPE), here)
     if 2 * HALF < D:
-        tl.store(target + rest, _kept(beyond, divisor, TYPE), there)
+        tl.store(target + rest, kept(beyond, divisor, TYPE), there)
 
 
 @triton.jit
