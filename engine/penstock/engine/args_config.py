@@ -58,7 +58,8 @@ def engine_config(args: "EngineArgs", device: Literal["cpu", "cuda"] | None) -> 
     if (target := verifier(folder)) is not None:
         return _with_head(args, target, names).config(device)
     model = _model(args, folder, names)
-    check_ranks(args, _eplb(args), folder, model.architecture, device)
+    eplb = _eplb(args)
+    check_ranks(args, eplb, folder, model.architecture, device)
     images = _images(args, model.images, device)
     source = args.model.removeprefix("hf://").removeprefix("file://")
     speculative = speculative_config(args.speculative_config, args.spec_method, args.spec_tokens, args.spec_model, model)
@@ -77,7 +78,7 @@ def engine_config(args: "EngineArgs", device: Literal["cpu", "cuda"] | None) -> 
         if images is not None and drafter.images is not None:
             both = msgspec.structs.replace(images, cost=drafter.tower_cost(model))
             model = msgspec.structs.replace(model, images=both)
-    parallel = _parallel(args)
+    parallel = _parallel(args, eplb)
     return EngineConfig(
         model=msgspec.structs.replace(
             model,
@@ -277,13 +278,13 @@ def _eplb(args: "EngineArgs") -> EplbConfig | None:
     return eplb_config(args.eplb_config, enabled=args.enable_eplb, experts=experts, ranks=ranks)
 
 
-def _parallel(args: "EngineArgs") -> ParallelConfig:
+def _parallel(args: "EngineArgs", eplb: EplbConfig | None) -> ParallelConfig:
     config = ParallelConfig(
         tensor_parallel_size=args.tensor_parallel_size,
         pipeline_parallel_size=args.pipeline_parallel_size,
         data_parallel_size=args.data_parallel_size,
         expert_parallel=args.enable_expert_parallel and args.tensor_parallel_size * args.data_parallel_size > 1,
-        eplb=_eplb(args),
+        eplb=eplb,
         worker_process=args.worker_process,
         timeout=args.distributed_timeout_seconds,
         master_port=args.master_port,
