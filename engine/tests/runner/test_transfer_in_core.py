@@ -167,6 +167,16 @@ def poison(lender, monkeypatch):
     monkeypatch.setattr(outlet, "send", poisoned)
 
 
+def goes_on_from(decode, alone, request, remote) -> None:
+    """The replica answers as one that has computed all of it, and computes no token that was sent."""
+    decode.computed = 0
+    decode.add(msgspec.structs.replace(request, remote=remote))
+    decode.run(request.index)
+    assert decode.tokens[request.index] == alone.tokens[request.index]
+    rest = len(request.prompt_token_ids) - remote.num_tokens
+    assert decode.computed == rest + len(decode.tokens[request.index]) - 1, "a token that was sent has been computed"
+
+
 def several(number=4):
     """Greedy and random ones with prompts of their own, which fill a block at least."""
     found = [it for it in requests(adjusted=False) if len(it.prompt_token_ids) > 40]
@@ -383,12 +393,7 @@ def test_each_stage_reads_the_pages_of_its_own_layers(pair, family, stages, tran
         alone.add(request)
         alone.run(request.index)
         remote = prefill.lend(request)
-        decode.computed = 0
-        decode.add(msgspec.structs.replace(request, remote=remote))
-        decode.run(request.index)
-        assert decode.tokens[request.index] == alone.tokens[request.index]
-        rest = len(request.prompt_token_ids) - remote.num_tokens
-        assert decode.computed == rest + len(decode.tokens[request.index]) - 1, "a token that was sent has been computed"
+        goes_on_from(decode, alone, request, remote)
     assert decode.told().transfer.pulls == 3 and decode.told().transfer.failed_pages == 0
     ports = [runner._agent._lender.port for runner in prefill.core._executor.runners]
     assert ports == [prefill.transfer.port + rank for rank in range(stages)]
@@ -508,12 +513,7 @@ def test_heads_that_are_cut_among_other_numbers_of_ranks_are_put_together(pair, 
         alone.run(request.index)
         remote = prefill.lend(request)
         assert len(remote.hosts) == ports
-        decode.computed = 0
-        decode.add(msgspec.structs.replace(request, remote=remote))
-        decode.run(request.index)
-        assert decode.tokens[request.index] == alone.tokens[request.index]
-        rest = len(request.prompt_token_ids) - remote.num_tokens
-        assert decode.computed == rest + len(decode.tokens[request.index]) - 1, "a token that was sent has been computed"
+        goes_on_from(decode, alone, request, remote)
     assert decode.told().transfer.failed_pages == 0 < decode.told().transfer.pulled_bytes
     prefill.settle()
     decode.settle()
@@ -540,12 +540,7 @@ def test_ranks_of_several_nodes_lend_and_read_pages_each_at_its_own_address(pair
     for other in {"127.0.0.1", "127.0.0.2"} - set(hosts):
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection((other, remote.port))
-    decode.computed = 0
-    decode.add(msgspec.structs.replace(request, remote=remote))
-    decode.run(request.index)
-    assert decode.tokens[request.index] == alone.tokens[request.index]
-    rest = len(request.prompt_token_ids) - remote.num_tokens
-    assert decode.computed == rest + len(decode.tokens[request.index]) - 1, "a token that was sent has been computed"
+    goes_on_from(decode, alone, request, remote)
     prefill.settle()
     assert prefill.told().transfer.expired_leases == 0, "all ranks that read have released"
     decode.settle()
