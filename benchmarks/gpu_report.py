@@ -47,6 +47,7 @@ Row = dict[str, Any]
 TESTS = (
     "kernels/tests/test_triton_attention.py",
     "kernels/tests/test_sampling.py",
+    "kernels/tests/test_dependent_launch.py",
     "engine/tests/runner/device/test_cuda_graphs.py",
     "kernels/tests/test_triton_dense.py",
     "kernels/tests/test_triton_eight_bits.py",
@@ -85,7 +86,16 @@ COMPILED = (
     "kernels/tests/test_step_state.py",
 )
 """Files whose kernels are interpreted elsewhere, and compiled here: mostly small cases, of many variants. They come last."""
-FIGURES_FIRST = ("itl_0.6b", "itl_8b", "decode_attention", "prefill_attention", "sampling", "host_time", "nano_0.6b")
+FIGURES_FIRST = (
+    "itl_0.6b",
+    "itl_8b",
+    "decode_attention",
+    "prefill_attention",
+    "sampling",
+    "host_time",
+    "nano_0.6b",
+    "dependent_launch",
+)
 SWEEPS = ("decode", "prefill")
 
 

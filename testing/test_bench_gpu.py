@@ -12,7 +12,7 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import bench_gpu  # noqa: E402
-from gpu import decode_attention, host_time, itl, nano, prefill_attention, roofline, start  # noqa: E402
+from gpu import decode_attention, dependent_launch, host_time, itl, nano, prefill_attention, roofline, start  # noqa: E402
 from gpu.clock import HostClock  # noqa: E402
 from gpu.figures import (  # noqa: E402
     FIGURES,
@@ -205,6 +205,17 @@ def test_the_hosts_time_is_the_step_less_what_it_waits():
     assert 0 < found["value"] < found["step_ms"] and found["running"] == 4
     assert "of which the host waits" in found["bound_by"]
     assert InlineExecutor.submit.__qualname__ == "InlineExecutor.submit", "what was wrapped is unwrapped"
+
+
+def test_dependent_launches_are_measured_beside_launches_one_after_another():
+    def measure_itl(shape, batches, steps):
+        seconds = 2.0 if dependent_launch.dependent_launch.overlaps(torch.device("meta")) else 3.0
+        return {"rows": [{"batch": batch, "itl_ms": seconds * batch, "bound_by": "launches"} for batch in batches]}
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dependent_launch.dependent_launch, "overlaps", lambda _device: True)
+        found = dependent_launch.measure("qwen3-0.6b", measure_itl)
+    assert found["value"] == 1.5 and [row["itl_without_ms"] for row in found["rows"]] == [3.0, 24.0]
 
 
 def test_the_engines_share_is_compared_with_the_profilers():

@@ -49,6 +49,13 @@ FIGURES = {
     "prefill_attention": Figure("prefill attention, causal, 8k", "prefill_attention", (), Gate(420, 560, "TFLOP/s", "more"), 90),
     "sampling": Figure("filtered sampling, 256 rows of 151,936", "sampling", (), Gate(100, 48, "us", "less"), 45),
     "host_time": Figure("host's time a step at 256 running", "host_time", ("qwen3-0.6b",), Gate(0.3, 0.15, "ms", "less"), 60),
+    "dependent_launch": Figure(
+        "0.6B, batch 1, with dependent launches against without",
+        "dependent_launch",
+        ("qwen3-0.6b",),
+        Gate(1.0, 1.2, "times", "more"),
+        75,
+    ),
     "roofline": Figure("own roofline share off the profiler's", "roofline", ("llama-3.1-8b",), Gate(5, 2, "%", "less"), 75),
     "transformers": Figure(
         "0.6B, transformers' continuous batching", "transformers_batching", ("qwen3-0.6b",), Gate(0, 0, "tok/s", "more"), 75

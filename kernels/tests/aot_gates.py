@@ -132,15 +132,32 @@ FAMILIES = {
 
 def _pipeline(assembly: str) -> dict[str, object]:
     """How many loads may still be on their way when a loop begins to multiply, of its loops the least; which products; and how
-    many numbers are widened one by one: read from shared memory so (LDS.U8), or converted so (F2F, half a warp at a time)."""
+    many numbers are widened one by one: read from shared memory so (LDS.U8), or converted so (F2F, half a warp at a time); and
+    the first instruction that touches memory, branches, or waits for other kernels (ACQBULK)."""
     seen = re.findall(r"DEPBAR\.LE SB0, 0x(\w+)|(HGMMA|HMMA)", assembly)
+    first = re.search(r"\b(ACQBULK|LDG|LDGSTS|STG|ATOM\w*|RED|BRA)\b", assembly)
     waits = [int(wait, 16) for (wait, _), (_, then) in itertools.pairwise(seen) if wait and then]
-    return {"depth": min(waits, default=0), "wgmma": "HGMMA" in assembly, "single": len(re.findall(r"LDS\.U8|F2F\.", assembly))}
+    return {
+        "depth": min(waits, default=0),
+        "wgmma": "HGMMA" in assembly,
+        "single": len(re.findall(r"LDS\.U8|F2F\.", assembly)),
+        "first": first and first[0],
+    }
+
+
+def _waits(ptx: str) -> bool:
+    """Whether a kernel begins by waiting for those before it: nothing of memory is read or written before, no path leads around
+    it, and only then may others begin."""
+    before, _, after = ptx.partition("griddepcontrol.wait")
+    touched = re.search(r"\b(ld\.(?!param)|st\.|cp\.|atom|red\.|bra\b|ret\b|launch_dependents)", before)
+    return touched is None and "griddepcontrol.launch_dependents" in after
 
 
 def _took(kernel: CompiledKernel) -> dict[str, object]:
     registers, stack = kernel.usage()
     took: dict[str, object] = {"name": kernel.name, "registers": registers, "stack": stack, "shared": kernel.shared}
+    ptx = kernel.ptx.read_text()
+    took |= {"waits": _waits(ptx), "prefetches": ptx.count("prefetch.global")}
     if kernel.name.startswith(("paged_attention_", "_few_rows")):  # to disassemble all takes longer than to compile them
         took |= _pipeline(kernel.assembly())
     return took

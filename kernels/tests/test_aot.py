@@ -46,6 +46,10 @@ SPILLS = {"Gemma 3 27B, decodes within a window": 8}
 """Bytes of stack a thread that are known and kept: a load and a store a program, outside of the loops over keys."""
 
 
+ONE_AFTER_ANOTHER = {"_apply_changes_kernel", "logprobs_kernel", "count_kernel", "penalise_kernel"}
+"""Kernels that begin when all before them has ended: they stand behind copies, or in few steps."""
+
+
 SINGLE = 32
 """Numbers that may be widened one by one: masks and sinks, outside of loops. A tile has 64 a thread at the least."""
 
@@ -92,6 +96,18 @@ def test_linear_layers_of_few_rows_have_three_tiles_of_weights_on_their_way(comp
 def test_numbers_of_eight_bits_are_widened_several_at_a_time(compiled):
     of = [kernel["single"] for kernel in compiled if kernel["name"].startswith("paged")]
     assert len(of) >= 9 and max(of) < SINGLE
+
+
+def test_kernels_wait_for_those_before_them_before_they_touch_memory(compiled):
+    """Without exception, or a kernel could read what is not written yet, or end before one that it has overtaken."""
+    for kernel in compiled:
+        assert kernel["waits"] == (kernel["name"] not in ONE_AFTER_ANOTHER), kernel
+        assert kernel.get("first", "ACQBULK") == "ACQBULK", kernel
+
+
+def test_weights_are_asked_for_before_their_inputs_are_there(compiled):
+    of = [kernel["prefetches"] for kernel in compiled if kernel["name"] in ("_few_rows_kernel", "_rms_norm_kernel")]
+    assert len(of) >= 7 and min(of) >= 1
 
 
 @pytest.mark.production

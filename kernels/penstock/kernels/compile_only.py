@@ -34,6 +34,8 @@ class CompiledKernel:
     cubin: bytes
     shared: int
     """Bytes of shared memory a block, known before the launch."""
+    ptx: Path
+    """The file of what the machine code was made from."""
     cached: bool = False
     """Whether it was in the cache already."""
 
@@ -61,7 +63,7 @@ class _Driver:
 
     def __init__(self, arch: str) -> None:
         self.compiled: list[CompiledKernel] = []
-        self._cached = False
+        self._cached, self._ptx = False, Path()
         self._target = GPUTarget("cuda", int(arch.removeprefix("sm_")), 32)
         properties = {"max_shared_mem": ARCHITECTURES[arch]}
         self.utils = SimpleNamespace(load_binary=self._load, get_device_properties=lambda _device: properties)
@@ -81,12 +83,13 @@ class _Driver:
     def launcher_cls(self, _source: Any, _metadata: Any) -> Any:
         return lambda *_arguments: None
 
-    def heard(self, *, cache_hit: bool, **_: Any) -> None:
+    def heard(self, *, cache_hit: bool, metadata_group: dict[str, str], **_: Any) -> None:
         """What Triton tells of a compilation, before it loads what has come of it."""
         self._cached = cache_hit
+        self._ptx = next(Path(path) for name, path in metadata_group.items() if name.endswith(".ptx"))
 
     def _load(self, name: str, cubin: bytes, shared: int, _device: int) -> tuple[object, object, int, int, int]:
-        self.compiled.append(CompiledKernel(name, cubin, shared, self._cached))
+        self.compiled.append(CompiledKernel(name, cubin, shared, self._ptx, self._cached))
         return object(), object(), 0, 0, 1024
 
 

@@ -7,9 +7,12 @@ import torch
 import triton
 import triton.language as tl
 
+from penstock.kernels.dependent_launch import early, wait
+
 
 @triton.jit
-def _embedding_kernel(table, ids, out, rows, D: tl.constexpr, BLOCK: tl.constexpr):
+def _embedding_kernel(table, ids, out, rows, D: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+    wait(EARLY)
     token = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     row = tl.load(ids + token).to(tl.int64)
@@ -27,5 +30,5 @@ def embedding(table: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         # 16 bytes a thread and load.
         warps = min(8, max(1, block * table.itemsize // 512))
         grid = (count, triton.cdiv(size, block))
-        _embedding_kernel[grid](table, ids, out, rows, D=size, BLOCK=block, num_warps=warps)
+        _embedding_kernel[grid](table, ids, out, rows, D=size, BLOCK=block, **early(table.device), num_warps=warps)
     return out

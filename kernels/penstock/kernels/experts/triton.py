@@ -16,6 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
+from penstock.kernels.dependent_launch import early, wait
 from penstock.kernels.experts.reference import combined
 from penstock.kernels.experts.table import ExpertTable, PackedExpertTable, PackedLayer
 from penstock.kernels.gated_mul.triton import clamped_swiglu, gelu_tanh_mul, silu_mul
@@ -31,8 +32,9 @@ _TILE, _OUTPUTS, _BLOCK = 16, 64, 64
 @triton.jit
 def _grouped_linear_kernel(
     x, weights_at, biases_at, choices, expert_of, out, IN: tl.constexpr, OUT: tl.constexpr, PER_ROW: tl.constexpr,
-    TILE: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK: tl.constexpr,
+    TILE: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    wait(EARLY)
     expert = tl.load(expert_of + tl.program_id(0))
     if expert >= 0:
         choice = tl.load(choices + tl.program_id(0) * TILE + tl.arange(0, TILE))
@@ -58,8 +60,9 @@ def _grouped_linear_kernel(
 def _grouped_packed_kernel(
     x, tensors_at, scales_like, choices, expert_of, out, IN: tl.constexpr, OUT: tl.constexpr, PER_ROW: tl.constexpr,
     GROUP: tl.constexpr, NUMBER: tl.constexpr, UNIT: tl.constexpr, ZEROS: tl.constexpr, BIAS: tl.constexpr,
-    TILE: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK: tl.constexpr,
+    TILE: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    wait(EARLY)
     expert = tl.load(expert_of + tl.program_id(0))
     if expert >= 0:
         choice = tl.load(choices + tl.program_id(0) * TILE + tl.arange(0, TILE))
@@ -163,7 +166,7 @@ def _grouped_linear(
     choices, expert_of = layout
     sizes = {"IN": x.shape[1], "OUT": out.shape[1], "PER_ROW": per_row, "TILE": _TILE, "OUTPUTS": _OUTPUTS, "BLOCK": _BLOCK}
     grid = (len(expert_of), triton.cdiv(out.shape[1], _OUTPUTS))
-    _grouped_linear_kernel[grid](x, weights_at, biases_at, choices, expert_of, out, **sizes, num_warps=4)
+    _grouped_linear_kernel[grid](x, weights_at, biases_at, choices, expert_of, out, **sizes, **early(x.device), num_warps=4)
 
 
 def _grouped_packed(
@@ -190,5 +193,6 @@ def _grouped_packed(
         TILE=_TILE,
         OUTPUTS=_OUTPUTS,
         BLOCK=block_of(FEW, first.group),
+        **early(x.device),
         num_warps=4,
     )

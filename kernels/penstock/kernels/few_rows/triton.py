@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from triton import knobs
 
+from penstock.kernels.dependent_launch import LINE, early, prefetch, wait
 from penstock.kernels.few_rows.reference import MAX_ROWS, Activation
 
 UPCAST = knobs.runtime.interpret
@@ -22,17 +23,28 @@ _PROGRAMS = 128
 _TILE = 4096
 """Weights that a program reads at a time: 8 KiB in half precision, of which four are on their way."""
 _STAGES = 5
+_LINES_AHEAD = 4 * 2 * _TILE // LINE
+"""Of weights that a program asks for before its inputs are there: as many as are on their way later."""
 
 
 @triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["rows"])
 def _few_rows_kernel(
     out, x, norm, weight, bias, residual, rows, eps,
     INPUTS: tl.constexpr, OUTPUTS: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    GATE: tl.constexpr, GELU: tl.constexpr, UPCAST: tl.constexpr,
+    GATE: tl.constexpr, GELU: tl.constexpr, UPCAST: tl.constexpr, AHEAD: tl.constexpr,
+    LINES: tl.constexpr, NORM_LINES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Of OUTPUTS outputs of x times weight; with GATE the weights of as many more come after them."""
     row = tl.arange(0, ROWS)
     output = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    first_lines = tl.minimum(output, OUTPUTS - 1)[:, None].to(tl.int64) * INPUTS
+    first_lines += tl.minimum(tl.arange(0, LINES) * AHEAD, INPUTS - 1)[None, :]
+    prefetch(weight + first_lines, EARLY)
+    if GATE:
+        prefetch(weight + OUTPUTS * INPUTS + first_lines, EARLY)
+    if norm is not None:
+        prefetch(norm + tl.minimum(tl.arange(0, NORM_LINES) * 32, INPUTS - 1), EARLY)
+    wait(EARLY)
     is_row = row < rows
     MASKED: tl.constexpr = OUTPUTS % BLOCK_N != 0 or INPUTS % BLOCK_K != 0
     acc = tl.zeros([ROWS, BLOCK_N], tl.float32)
@@ -121,6 +133,8 @@ def _launch(
     _few_rows_kernel[(triton.cdiv(outputs, block_n),)](
         *(out, x, norm, weight, bias, residual, rows, eps),
         INPUTS=inputs, OUTPUTS=outputs, ROWS=MAX_ROWS, BLOCK_N=block_n, BLOCK_K=block_k, GATE=gate, GELU=gelu, UPCAST=UPCAST,
+        AHEAD=LINE // weight.itemsize, LINES=_LINES_AHEAD // (2 * block_n if gate else block_n),
+        NORM_LINES=triton.next_power_of_2(triton.cdiv(inputs, 32)), **early(x.device),
         num_warps=4, num_stages=_STAGES,
     )  # fmt: skip
     return out

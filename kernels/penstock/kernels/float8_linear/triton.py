@@ -8,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
+from penstock.kernels.dependent_launch import early, wait
 from penstock.kernels.float8_linear.reference import Float8Weight, scaled_product
 from penstock.kernels.prepare_kv.triton import kept, magnitude
 from penstock.kernels.quantized_linear.rounding import FLOAT8_MAX, SMALLEST, Rounding
@@ -20,8 +21,10 @@ _INFINITY = tl.constexpr(0x7F800000)
 
 @triton.jit
 def _float8_numbers_kernel(
-    x, scale, numbers, scales, x_stride, IN: tl.constexpr, BLOCK: tl.constexpr, POWER_OF_TWO: tl.constexpr
+    x, scale, numbers, scales, x_stride, IN: tl.constexpr, BLOCK: tl.constexpr, POWER_OF_TWO: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
+    wait(EARLY)
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     if scale is None:
@@ -49,7 +52,7 @@ def float8_numbers(x: torch.Tensor, rule: Rounding, scale: torch.Tensor | None) 
     scales = x.new_empty(len(x), 1, dtype=torch.float32)
     if len(x):
         block = min(triton.next_power_of_2(x.shape[1]), _MOST_BLOCK)
-        options = {"IN": x.shape[1], "BLOCK": block, "POWER_OF_TWO": rule.power_of_two, "num_warps": 4}
+        options = {"IN": x.shape[1], "BLOCK": block, "POWER_OF_TWO": rule.power_of_two, **early(x.device), "num_warps": 4}
         _float8_numbers_kernel[len(x),](x, scale, numbers, scales, x.stride(0), **options)
     return numbers, scales
 

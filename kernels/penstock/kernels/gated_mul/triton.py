@@ -7,13 +7,17 @@ import torch
 import triton
 import triton.language as tl
 
+from penstock.kernels.dependent_launch import early, wait
+
 _BLOCK = 1024
 
 
 @triton.jit
 def _gated_mul_kernel(
-    gate_up, out, slope, limit, D: tl.constexpr, BLOCK: tl.constexpr, GELU: tl.constexpr, CLAMPED: tl.constexpr
+    gate_up, out, slope, limit, D: tl.constexpr, BLOCK: tl.constexpr, GELU: tl.constexpr, CLAMPED: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
+    wait(EARLY)
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     gate = tl.load(gate_up + row * 2 * D + at, at < D, 0.0).to(tl.float32)
@@ -51,6 +55,6 @@ def _launch(gate_up: torch.Tensor, gelu: bool = False, clamp: tuple[float, float
     if rows:
         grid = (rows, triton.cdiv(size, _BLOCK))
         # 16 bytes a thread and load in half precision.
-        options = {"D": size, "BLOCK": _BLOCK, "GELU": gelu, "CLAMPED": clamp is not None}
+        options = {"D": size, "BLOCK": _BLOCK, "GELU": gelu, "CLAMPED": clamp is not None, **early(out.device)}
         _gated_mul_kernel[grid](gate_up, out, *(clamp or (0.0, 0.0)), **options, num_warps=4)
     return out

@@ -17,6 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
+from penstock.kernels.dependent_launch import early, wait
 from penstock.kernels.lora.device import OUTPUT_TILE, DeviceLoraBatch, DeviceLoraShelves
 
 _SPLITS = 8
@@ -33,8 +34,9 @@ _FEW_TOKENS = 256
 @triton.jit(do_not_specialize=["tokens"])
 def _lora_shrink_kernel(
     x, a, slots, low, tokens, x_stride, IN: tl.constexpr, RANKS: tl.constexpr,
-    TILE: tl.constexpr, RANK_TILE: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr,
+    TILE: tl.constexpr, RANK_TILE: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    wait(EARLY)
     token = tl.program_id(0) * TILE + tl.arange(0, TILE)
     rank = tl.program_id(1) * RANK_TILE + tl.arange(0, RANK_TILE)
     split = tl.program_id(2)
@@ -58,8 +60,9 @@ def _lora_shrink_kernel(
 @triton.jit(do_not_specialize=["tokens"])
 def _lora_expand_kernel(
     y, b, slots, low, tiles, tokens, y_stride, outputs, RANKS: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr,
-    TILE: tl.constexpr, OUTPUTS: tl.constexpr, RANK_TILE: tl.constexpr,
+    TILE: tl.constexpr, OUTPUTS: tl.constexpr, RANK_TILE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    wait(EARLY)
     token = tl.program_id(0) * TILE + tl.arange(0, TILE)
     slot = tl.load(slots + token, token < tokens, -1)
     current = tl.max(slot, 0)
@@ -105,6 +108,7 @@ def add_lora(y: torch.Tensor, x: torch.Tensor, shelves: DeviceLoraShelves, batch
         RANK_TILE=rank_tiles[0],
         SPLIT=part,
         BLOCK=_INPUTS,
+        **early(x.device),
         num_warps=4,
     )
     _lora_expand_kernel[(tiles, shelves.tiles.shape[0])](
@@ -115,6 +119,7 @@ def add_lora(y: torch.Tensor, x: torch.Tensor, shelves: DeviceLoraShelves, batch
         TILE=tile,
         OUTPUTS=OUTPUT_TILE,
         RANK_TILE=rank_tiles[1],
+        **early(x.device),
         num_warps=4,
         # Few products: nothing to prepare while another runs, and stages would take a copy of each partial sum.
         num_stages=1,

@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
+from penstock.kernels.dependent_launch import early, wait
 from penstock.kernels.paged_attention.device_batch import DeviceBatch
 from penstock.kernels.paged_attention.launch import power_of_two
 from penstock.kernels.paged_attention.triton import product_types, request_of, row_scales, widened
@@ -28,7 +29,9 @@ def _latent_attention_kernel(
     q_token, q_head, block_stride, table_stride,
     HEADS: tl.constexpr, ROTATED: tl.constexpr, RANK: tl.constexpr, ROTATED_BLOCK: tl.constexpr, RANK_BLOCK: tl.constexpr,
     ROW: tl.constexpr, PAGE: tl.constexpr, BLOCK_H: tl.constexpr, TILE: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
+    wait(EARLY)
     SCALED: tl.constexpr = kv_cache.dtype.element_ty == tl.int8
     token = tl.program_id(0)
     head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
@@ -112,6 +115,7 @@ def latent_attention(
         TILE=_TILE,
         KEYS=keys,
         VALUES=values,
+        **early(q.device),
         num_warps=8,
     )
     return out

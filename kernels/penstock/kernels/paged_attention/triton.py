@@ -24,6 +24,7 @@ import triton
 import triton.language as tl
 from triton import knobs
 
+from penstock.kernels.dependent_launch import early, wait
 from penstock.kernels.paged_attention.device_batch import DeviceBatch
 from penstock.kernels.paged_attention.launch import (
     AttentionShape,
@@ -206,8 +207,9 @@ def _paged_attention_kernel(
     GROUP: tl.constexpr, HEAD: tl.constexpr, HEAD_BLOCK: tl.constexpr, ROW: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_Q: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
     SPLIT: tl.constexpr, SPLIT_TOKENS: tl.constexpr, SEARCH: tl.constexpr, SKIP: tl.constexpr, PADS: tl.constexpr,
-    ROWS: tl.constexpr, CHUNK: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
+    ROWS: tl.constexpr, CHUNK: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    wait(EARLY)
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
     heads = tl.num_programs(1) * GROUP
@@ -385,6 +387,6 @@ def paged_attention(
             BLOCK_M=launch.block_m, BLOCK_Q=launch.block_q, TILE=launch.tile, WINDOW=batch.window or 0, SOFTCAP=softcap != 0.0,
             SPLIT=launch.splits > 1, SPLIT_TOKENS=launch.split_tokens, SEARCH=launch.search, SKIP=launch.skip,
             PADS=launch.pads, ROWS=rows, CHUNK=merge_chunk(rows * padded, launch.num_warps), KEYS=keys, VALUES=values,
-            num_warps=launch.num_warps, num_stages=launch.num_stages,
+            **early(q.device), num_warps=launch.num_warps, num_stages=launch.num_stages,
         )  # fmt: skip
     return out

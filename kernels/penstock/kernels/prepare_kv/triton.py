@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
+from penstock.kernels.dependent_launch import early, wait
 from penstock.kernels.prepare_kv.cache_rows import MOST, SMALLEST, row_size
 from penstock.kernels.prepare_kv.reference import QKNorm, Rotary
 
@@ -106,7 +107,9 @@ def _prepare_kv_kernel(
     q_stride, k_stride, v_stride, page_stride, angle_stride,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, ROW: tl.constexpr, HALF: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, HALF_BLOCK: tl.constexpr, REST_BLOCK: tl.constexpr, NORM: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
+    wait(EARLY)
     token, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
     Q_TILES: tl.constexpr = (HEADS + TILE - 1) // TILE
     cos += token * angle_stride
@@ -167,6 +170,7 @@ def prepare_kv(
         HALF_BLOCK=half_block,
         NORM=qk_norm is not None,
         REST_BLOCK=triton.next_power_of_2(max(1, size - 2 * half)),
+        **early(q.device),
         num_warps=warps,
     )
     return out

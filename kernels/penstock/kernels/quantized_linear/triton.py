@@ -14,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
+from penstock.kernels.dependent_launch import early, wait
 from penstock.kernels.quantized_linear.launch import block_of, launch_of
 from penstock.kernels.quantized_linear.reference import LANES, NUMBERS, STEP, Number, QuantizedWeight
 
@@ -90,7 +91,9 @@ def packed_product(
 def _quantized_linear_kernel(
     x, weight, scales, zeros, bias, out, count, x_stride, IN: tl.constexpr, OUT: tl.constexpr, GROUP: tl.constexpr,
     NUMBER: tl.constexpr, UNIT: tl.constexpr, TILE: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
+    wait(EARLY)
     row = tl.program_id(0) * TILE + tl.arange(0, TILE)
     output = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
     there, wide = row < count, row.to(tl.int64)
@@ -121,6 +124,7 @@ def quantized_linear(x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tenso
         TILE=launch.rows,
         OUTPUTS=launch.outputs,
         BLOCK=block_of(launch, weight.group),
+        **early(x.device),
         num_warps=launch.warps,
     )
     return out

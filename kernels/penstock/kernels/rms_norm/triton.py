@@ -7,6 +7,8 @@ import torch
 import triton
 import triton.language as tl
 
+from penstock.kernels.dependent_launch import LINE, early, prefetch, wait
+
 _ELEMENTS = 1024
 """That a program takes at least, as whole rows."""
 
@@ -14,8 +16,11 @@ _ELEMENTS = 1024
 @triton.jit(do_not_specialize=["rows"])
 def _rms_norm_kernel(
     x, residual, weight, out, total, eps, rows, x_stride,
-    D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, ADD: tl.constexpr,
+    D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, ADD: tl.constexpr, AHEAD: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
+    prefetch(weight + tl.minimum(tl.arange(0, BLOCK // AHEAD) * AHEAD, D - 1), EARLY)
+    wait(EARLY)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     at = tl.arange(0, BLOCK)[None, :]
     inside = (row < rows) & (at < D)
@@ -56,4 +61,6 @@ def _launch(
         warps = min(16, together * block // 256)
         arguments = (x, residual, weight, out, total, eps, rows, x.stride(0))
         grid = (triton.cdiv(rows, together),)
-        _rms_norm_kernel[grid](*arguments, D=size, BLOCK=block, ROWS=together, ADD=add, num_warps=warps)
+        ahead = min(block, LINE // weight.itemsize)
+        options = {"D": size, "BLOCK": block, "ROWS": together, "ADD": add, "AHEAD": ahead, **early(x.device)}
+        _rms_norm_kernel[grid](*arguments, **options, num_warps=warps)

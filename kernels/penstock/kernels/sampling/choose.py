@@ -6,6 +6,7 @@
 import triton
 import triton.language as tl
 
+from penstock.kernels.dependent_launch import wait
 from penstock.kernels.sampling.device import (
     filters_of,
     finite_or_nothing,
@@ -22,9 +23,10 @@ def choose_kernel(
     logits, row_stride, rows, positions, table, result, threshold, last_id, tile_max, tile_argmax, tile_bad, tile_cut,
     chunk_mass, candidates, candidate_ids, wide,
     VOCAB: tl.constexpr, TILES: tl.constexpr, TILES_PAD: tl.constexpr, CHUNKS: tl.constexpr, CHUNKS_PAD: tl.constexpr,
-    CHUNK: tl.constexpr, CANDIDATES: tl.constexpr, DRAW: tl.constexpr, FILTER: tl.constexpr,
+    CHUNK: tl.constexpr, CANDIDATES: tl.constexpr, DRAW: tl.constexpr, FILTER: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Grid (m); sets `wide` where the candidates do not say what the filters leave."""
+    wait(EARLY)
     row = tl.program_id(0).to(tl.int64)
     tile = tl.arange(0, TILES_PAD)
     has = tile < TILES

@@ -6,6 +6,7 @@
 import triton
 import triton.language as tl
 
+from penstock.kernels.dependent_launch import wait
 from penstock.kernels.sampling.device import filters_of, finite_or_nothing, key_of, middle, temperature_of
 
 
@@ -14,12 +15,14 @@ def scan_kernel(
     logits, row_stride, rows, table, tile_max, tile_argmax, tile_bad, tile_cut, chunk_mass, candidates, candidate_ids,
     VOCAB: tl.constexpr, TILES: tl.constexpr, TILE: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr,
     CANDIDATES: tl.constexpr, MASKED: tl.constexpr, DRAW: tl.constexpr, FILTER: tl.constexpr, PLAIN: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles, m); see `SamplingBuffers` for what is written.
 
     MASKED: -inf is no broken logit. DRAW, FILTER: as in `Path`. PLAIN: without parameters: temperature 1, and candidates in any
     case.
     """
+    wait(EARLY)
     tile, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     at = tl.arange(0, TILE)
     ids = ((at // CHUNK) * TILES + tile) * CHUNK + at % CHUNK

@@ -10,6 +10,7 @@ program a row) and `wide` (a program a row, which ends at once for rows whose ca
 import torch
 import triton
 
+from penstock.kernels.dependent_launch import early
 from penstock.kernels.sampling.buffers import CHUNK, Path, SamplingBuffers, tile_size
 from penstock.kernels.sampling.choose import choose_kernel
 from penstock.kernels.sampling.scan import scan_kernel
@@ -38,12 +39,14 @@ def sample(
         logits, logits.stride(0), rows, positions, params, b.result, b.threshold, b.last_id, b.tile_max, b.tile_argmax,
         b.tile_bad, b.tile_cut, b.chunk_mass, b.candidates, b.candidate_ids, b.wide,
         VOCAB=vocab, TILES=tiles, TILES_PAD=tiles_pad, CHUNKS=chunks, CHUNKS_PAD=triton.next_power_of_2(chunks), CHUNK=CHUNK,
-        CANDIDATES=candidates, DRAW=path > Path.GREEDY, FILTER=path == Path.FILTERED, num_warps=8,
+        CANDIDATES=candidates, DRAW=path > Path.GREEDY, FILTER=path == Path.FILTERED, **early(logits.device),
+        num_warps=8,
     )  # fmt: skip
     if path == Path.FILTERED:
         wide_kernel[(number,)](
             logits, logits.stride(0), rows, positions, params, b.result, b.threshold, b.last_id, b.tile_max, b.wide,
-            VOCAB=vocab, TILES=tiles, TILES_PAD=tiles_pad, BLOCK=min(_WIDE_BLOCK, triton.next_power_of_2(vocab)), num_warps=16,
+            VOCAB=vocab, TILES=tiles, TILES_PAD=tiles_pad, BLOCK=min(_WIDE_BLOCK, triton.next_power_of_2(vocab)),
+            **early(logits.device), num_warps=16,
         )  # fmt: skip
     return buffers.result[:number]
 
@@ -64,5 +67,6 @@ def scan(
         logits, logits.stride(0), rows, params, b.tile_max, b.tile_argmax, b.tile_bad, b.tile_cut, b.chunk_mass, b.candidates,
         b.candidate_ids,
         VOCAB=vocab, TILES=tiles, TILE=tile, CHUNKS=b.chunk_mass.shape[1], CHUNK=CHUNK, CANDIDATES=b.candidates.shape[2],
-        MASKED=masked, DRAW=path > Path.GREEDY, FILTER=path == Path.FILTERED, PLAIN=plain, num_warps=max(1, min(16, tile // 512)),
+        MASKED=masked, DRAW=path > Path.GREEDY, FILTER=path == Path.FILTERED, PLAIN=plain, **early(logits.device),
+        num_warps=max(1, min(16, tile // 512)),
     )  # fmt: skip

@@ -6,6 +6,7 @@
 import triton
 import triton.language as tl
 
+from penstock.kernels.dependent_launch import wait
 from penstock.kernels.sampling.device import (
     filters_of,
     finite_or_nothing,
@@ -21,9 +22,10 @@ from penstock.kernels.sampling.device import (
 @triton.jit
 def wide_kernel(
     logits, row_stride, rows, positions, table, result, threshold, last_id, tile_max, wide,
-    VOCAB: tl.constexpr, TILES: tl.constexpr, TILES_PAD: tl.constexpr, BLOCK: tl.constexpr,
+    VOCAB: tl.constexpr, TILES: tl.constexpr, TILES_PAD: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Grid (m); nothing to do, and nothing read, for most rows."""
+    wait(EARLY)
     row = tl.program_id(0).to(tl.int64)
     if tl.load(wide + row) == 1:
         request = tl.load(rows + row).to(tl.int64)

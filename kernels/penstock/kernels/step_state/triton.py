@@ -14,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
+from penstock.kernels.dependent_launch import early, wait
 from penstock.kernels.step_state.batch import NO_SLOT, PAD_SLOT, RowState, StepInputs, StepRequest, Targets
 
 RUN = 1024
@@ -43,7 +44,9 @@ def _prepare_inputs_kernel(
     input_ids, positions, slot_mapping, token_slots, seq_lens, logits_indices,
     n, r, spare_row, max_model_len, table_stride, group_stride, slot_stride,
     GROUPS: tl.constexpr, STEPS: tl.constexpr, PAD: tl.constexpr, NONE: tl.constexpr, BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
+    wait(EARLY)
     token_programs = tl.cdiv(n, BLOCK)
     if tl.program_id(0) < token_programs:
         token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -91,7 +94,8 @@ def prepare_inputs(step: StepRequest, state: RowState, out: StepInputs) -> None:
         state.lora_slots, out.input_ids, out.positions, out.slot_mapping, out.token_slots, out.seq_lens, out.logits_indices,
         n, r, state.spare_row, state.token_ids.shape[1],
         state.block_tables.stride(1), state.block_tables.stride(0), out.slot_mapping.stride(0),
-        GROUPS=groups, STEPS=state.spare_row.bit_length(), PAD=PAD_SLOT, NONE=NO_SLOT, BLOCK=TOKENS, num_warps=4,
+        GROUPS=groups, STEPS=state.spare_row.bit_length(), PAD=PAD_SLOT, NONE=NO_SLOT, BLOCK=TOKENS,
+        **early(state.token_ids.device), num_warps=4,
     )  # fmt: skip
 
 
@@ -99,8 +103,9 @@ def prepare_inputs(step: StepRequest, state: RowState, out: StepInputs) -> None:
 def _commit_step_kernel(
     sampled, rows, samples, result, seq_lens, token_ids, num_computed, results,
     r, spare_row, max_model_len, slot_stride,
-    COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
+    COLUMNS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    wait(EARLY)
     request = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = request < r
     row = tl.load(rows + request, inside, spare_row)
@@ -121,5 +126,5 @@ def commit_step(sampled: torch.Tensor, step: StepRequest, inputs: StepInputs, st
     _commit_step_kernel[(triton.cdiv(r, TOKENS),)](
         sampled, step.rows, step.samples, step.result, inputs.seq_lens, state.token_ids, state.num_computed, results,
         r, state.spare_row, state.token_ids.shape[1], results.stride(0),
-        COLUMNS=results.shape[2], BLOCK=TOKENS, num_warps=4,
+        COLUMNS=results.shape[2], BLOCK=TOKENS, **early(results.device), num_warps=4,
     )  # fmt: skip
