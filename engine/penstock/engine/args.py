@@ -110,6 +110,13 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
     tensor_parallel_size: Positive = 1
     pipeline_parallel_size: Positive = 1
     data_parallel_size: Annotated[int, msgspec.Meta(ge=1, le=256)] = 1
+    data_parallel_size_local: Positive | None = None
+    """None: all data-parallel ranks are on this node."""
+    data_parallel_start_rank: Count | None = None
+    """None: the pod's place in the LeaderWorkerSet's group times `data_parallel_size_local`, or 0."""
+    data_parallel_address: str | None = None
+    """None: the group's leader."""
+    data_parallel_rpc_port: Annotated[int, msgspec.Meta(ge=1, le=65_535)] = 29550
     enable_expert_parallel: bool = False
     enable_eplb: bool = False
     eplb_config: dict[str, Any] | None = None

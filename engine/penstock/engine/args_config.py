@@ -36,7 +36,7 @@ from penstock.engine.grammar import GrammarSettings, is_installed
 from penstock.engine.loading.checkpoint import read_model_config, resolve
 from penstock.engine.multimodal.settings import ImageSettings
 from penstock.engine.parallel.eplb_settings import eplb_config
-from penstock.engine.parallel.nodes import placed
+from penstock.engine.parallel.nodes import cores_placed, placed
 from penstock.engine.runner.device.graphs.settings import graph_config
 from penstock.engine.spec.checkpoint import DraftCheckpoint, check_drafter, verifier
 from penstock.engine.spec.settings import speculative_config
@@ -226,8 +226,8 @@ def _transfer(args: "EngineArgs", model: ModelConfig, parallel: ParallelConfig) 
         raise ConfigError("--kv-transfer-config: an engine that embeds lends no pages")
     if not args.kv_offload_memory_bytes:
         raise ConfigError("--kv-transfer-config: pages travel through host memory; it needs --kv-offload-memory-bytes")
-    ranks = parallel.world * parallel.data_parallel_size
-    return transfer_config(args.kv_transfer_config, args.kv_transfer_secret_file, ranks, parallel.nnodes)
+    ranks, spread = parallel.world * parallel.data_parallel_size, parallel.nnodes > 1 or parallel.cores_span_nodes
+    return transfer_config(args.kv_transfer_config, args.kv_transfer_secret_file, ranks, several_nodes=spread)
 
 
 def _cpu_isa(args: "EngineArgs", device: Literal["cpu", "cuda"]) -> IsaName | None:
@@ -288,11 +288,21 @@ def _parallel(args: "EngineArgs", eplb: EplbConfig | None) -> ParallelConfig:
         worker_process=args.worker_process,
         timeout=args.distributed_timeout_seconds,
         master_port=args.master_port,
+        data_parallel_rpc_port=args.data_parallel_rpc_port,
     )
-    config = placed(config, args.nnodes, args.node_rank, args.master_addr, os.environ)
+    cores = args.data_parallel_size_local, args.data_parallel_start_rank, args.data_parallel_address
+    config = cores_placed(config, *cores, os.environ)
+    # The pods of a group have cores each, or ranks of one.
+    group = os.environ if config.data_parallel_size_local is None else {}
+    config = placed(config, args.nnodes, args.node_rank, args.master_addr, group)
     if config.nnodes > 1 and (config.data_parallel_size > 1 or config.expert_parallel):
         flag = "--enable-expert-parallel" if config.expert_parallel else f"--data-parallel-size {args.data_parallel_size}"
-        raise ConfigError(f"{flag} does not go with several nodes (--nnodes {config.nnodes}) so far")
+        raise ConfigError(
+            f"{flag} does not go with several nodes for each core (--nnodes {config.nnodes}) so far; "
+            "--data-parallel-size-local distributes whole cores among nodes"
+        )
+    if config.cores_span_nodes and config.expert_parallel:
+        raise ConfigError(f"--enable-expert-parallel: all {config.data_parallel_size} cores must be on one node so far")
     return config
 
 

@@ -52,15 +52,19 @@ def serve(argv: list[str]) -> int:
 def _serve_headless(args: argparse.Namespace) -> int:
     """Runs a node without a frontend."""
     from penstock.engine.config import ConfigError
+    from penstock.engine.kv_events_config import kv_events_config
     from penstock.engine.parallel.errors import GroupFailed
     from penstock.engine.parallel.headless import serve as run
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
         config = _engine_args(args).config()
-        if config.parallel.node_rank == 0:
-            raise ConfigError("--headless is for nodes after the first: it needs --nnodes and --node-rank above 0")
-        return run(config)
+        if config.parallel.is_first_node:
+            raise ConfigError(
+                "--headless is for nodes after the first: it needs --nnodes and --node-rank above 0, or "
+                "--data-parallel-size-local and --data-parallel-start-rank above 0"
+            )
+        return run(config, kv_events=kv_events_config(args.kv_events_config))
     except ConfigError as error:
         return _failed(args.model, error, 2)
     except GroupFailed as error:
@@ -87,8 +91,10 @@ def _config(args: argparse.Namespace) -> "ServeConfig":
     if engine.kv_transfer_config is not None and args.ssl_certfile is not None:
         raise ConfigError("--kv-transfer-config: replicas ask each other by plain HTTP; it does not go with --ssl-certfile")
     config = engine.config()
-    if (rank := config.parallel.node_rank) > 0:
-        raise ConfigError(f"--node-rank {rank} has no frontend: it needs --headless")
+    if not (parallel := config.parallel).is_first_node:
+        rank, start = parallel.node_rank, parallel.data_parallel_start_rank
+        flag = f"--node-rank {rank}" if rank else f"--data-parallel-start-rank {start}"
+        raise ConfigError(f"{flag} has no frontend: it needs --headless")
     return ServeConfig(
         engine=config,
         host=args.host,
@@ -200,7 +206,7 @@ def _add_server_flags(parser: argparse.ArgumentParser) -> None:
     add("--reasoning-parser", metavar="NAME", help="how the model marks its reasoning: docs/engine/api.md lists the names")
     add("--shutdown-timeout", type=not_negative, default=120.0, help="seconds that running requests get after SIGTERM")
     add("--allow-runtime-lora-updating", action="store_true", help="serve /v1/load_lora_adapter …; use in a trusted network only")
-    what = "run ranks for another node's engine, without HTTP: every node but node 0 does"
+    what = "run ranks or cores for another node's server, without HTTP: every node but the first one does"
     add("--headless", action="store_true", help=what)
     add(
         "--enable-control-endpoints",
@@ -324,6 +330,14 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     add("--pipeline-parallel-size", "-pp", type=positive, default=1, metavar="STAGES", help=what)
     what = "number of engine cores behind this server: each has the whole model and a part of the requests"
     add("--data-parallel-size", "-dp", type=positive, default=1, metavar="RANKS", help=what)
+    what = "number of these cores on this node (None: all of them)"
+    add("--data-parallel-size-local", "-dpl", type=positive, metavar="RANKS", help=what)
+    what = "first of these cores, on a node with --headless (None: LWS_WORKER_INDEX times --data-parallel-size-local, or 0)"
+    add("--data-parallel-start-rank", "-dpr", type=count, metavar="RANK", help=what)
+    what = "address of the node of core 0, where cores are on several nodes (None: LWS_LEADER_ADDRESS)"
+    add("--data-parallel-address", "-dpa", metavar="HOST", help=what)
+    what = "port on which that node waits for the others"
+    add("--data-parallel-rpc-port", "-dpp", type=port, default=29550, help=what)
     what = "give each process some experts of a mixture whole, in place of a part of every expert"
     add("--enable-expert-parallel", "-ep", action="store_true", help=what)
     add(

@@ -313,6 +313,14 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Stages among which the layers are distributed; each is so many ranks."""
     data_parallel_size: int = 1
     """Cores among which requests are distributed; each has so many stages and ranks for itself."""
+    data_parallel_size_local: int | None = None
+    """Those of them that are on this node; None: all."""
+    data_parallel_start_rank: int = 0
+    """The first of these; the node of core 0 has the frontend."""
+    data_parallel_address: str | None = None
+    """Address of that node; None: all cores are on one node."""
+    data_parallel_rpc_port: int = 29550
+    """Where the nodes of the other cores find it."""
     expert_parallel: bool = False
     """Whether the ranks of all cores divide the experts of a mixture, each of them whole."""
     eplb: EplbConfig | None = None
@@ -334,6 +342,22 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
     def world(self) -> int:
         """Ranks of a core."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def local_cores(self) -> range:
+        """The data-parallel ranks of this node."""
+        size = self.data_parallel_size if self.data_parallel_size_local is None else self.data_parallel_size_local
+        return range(self.data_parallel_start_rank, self.data_parallel_start_rank + size)
+
+    @property
+    def is_first_node(self) -> bool:
+        """Whether this is the node with the frontend."""
+        return self.node_rank == 0 and self.data_parallel_start_rank == 0
+
+    @property
+    def cores_span_nodes(self) -> bool:
+        """Whether some data-parallel ranks are on other nodes."""
+        return len(self.local_cores) < self.data_parallel_size
 
     @property
     def expert_ranks(self) -> int:
@@ -377,6 +401,19 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     logprobs_mode: LogprobsMode = "raw_logprobs"
     profile_dir: Path | None = None
     """Folder of profiles. None: no profiles."""
+
+    def of_rank(self, rank: int) -> "EngineConfig":
+        """What a data-parallel rank's core is started with: its files lie in a folder of its own, and it lends pages on ports of
+        its own."""
+        if self.parallel.data_parallel_size == 1:
+            return self
+        cache, folder, transfer = self.cache, self.cache.disk_folder, self.transfer
+        if folder is not None:
+            cache = msgspec.structs.replace(cache, disk_folder=folder / f"rank-{rank}")
+        if transfer is not None:
+            port = transfer.port + rank * self.parallel.world
+            transfer = msgspec.structs.replace(transfer, engine_id=f"{transfer.engine_id}-{rank}", port=port)
+        return msgspec.structs.replace(self, cache=cache, transfer=transfer)
 
     @property
     def max_in_flight(self) -> int:

@@ -16,7 +16,7 @@ _GRAMMARS: Final = '--structured-outputs-config, as in --structured-outputs-conf
 _EPLB: Final = '--eplb-config, as in --eplb-config \'{"num_redundant_experts": 2, "step_interval": 3000}\''
 _DOWNLOADS: Final = "set the environment variable HF_HOME"
 _LOG: Final = "the log has a line for each request; --disable-log-stats ends the line every ten seconds"
-_ONE_NODE: Final = "data-parallel ranks are all on one node: start a replica on each node, and a gateway before them"
+_NO_RANK: Final = "a replica has one server: --data-parallel-size-local and --data-parallel-start-rank say which ranks a node has"
 _OPEN: Final = "methods, headers and credentials are not limited: --allowed-origins alone"
 
 
@@ -31,9 +31,8 @@ FOREIGN: Final[Mapping[str, str]] = {
     **_all("--pp --pp-size", "--pipeline-parallel-size"),
     **_all("--distributed-executor-backend", _RANKS),
     **_all("--dp --dp-size", "--data-parallel-size"),
-    **_all("--data-parallel-address -dpa --data-parallel-rpc-port -dpp --data-parallel-size-local -dpl", _ONE_NODE),
-    **_all("--data-parallel-start-rank -dpr --data-parallel-rank -dpn --data-parallel-hybrid-lb -dph", _ONE_NODE),
-    **_all("--data-parallel-external-lb -dpe --data-parallel-backend -dpb", _ONE_NODE),
+    **_all("--data-parallel-rank -dpn --data-parallel-hybrid-lb -dph --data-parallel-external-lb -dpe", _NO_RANK),
+    **_all("--data-parallel-backend -dpb", _RANKS),
     **_all("--model --model-path --model-id", _MODEL),
     **_all("--tokenizer-path", "--tokenizer"),
     **_all("--tokenizer-mode --tokenizer-revision --skip-tokenizer-init", _TOKENIZER),

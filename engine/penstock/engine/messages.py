@@ -52,8 +52,9 @@ class CoreStart(msgspec.Struct, frozen=True, kw_only=True):
 
     config: EngineConfig
     engine_index: int
-    address: str
-    """The path of the Unix socket of the frontend that starts it, in a folder of its own."""
+    address: str | None
+    """The path of the Unix socket of the frontend that starts it, in a folder of its own; None: the frontend is on another node,
+    at the other end of `stream`."""
     events_addresses: list[str]
     """Addresses of the event stream: the first free one is used. Empty: no event stream."""
     replay_addresses: list[str]
@@ -68,6 +69,8 @@ class CoreStart(msgspec.Struct, frozen=True, kw_only=True):
     """The core's place among those whose ranks divide experts; None: none do."""
     frontends_address: str | None = None
     """The path of the socket where further frontends connect, in the same folder; None: there are none."""
+    stream: int | None = None
+    """File descriptor of the connection between the frontend's node and the core's; None: they are on one node."""
 
 
 FRONTEND_SHIFT = 40

@@ -456,10 +456,10 @@ def test_a_configuration_that_means_nothing_here_is_refused_by_name(tmp_path, ke
     with pytest.raises(ConfigError, match="kv_port 65533: 4 ranks lend on ports up to 65536, and the last port is 65535"):
         transfer_config(good | {"kv_port": 65533}, str(secret), 4)
     assert first.engine_id != again.engine_id and first.lends and first.reads
-    with pytest.raises(ConfigError, match=r"with several nodes \(--nnodes 2\) a replica that lends needs kv_ip on each of them"):
-        transfer_config(good, str(secret), 4, 2)
-    assert transfer_config(good | {"kv_ip": "10.0.0.2"}, str(secret), 4, 2).host == "10.0.0.2"
-    assert not transfer_config(good | {"kv_role": "kv_consumer"}, str(secret), 4, 2).lends
+    with pytest.raises(ConfigError, match=r"with several nodes a replica that lends needs kv_ip on each of them"):
+        transfer_config(good, str(secret), 4, several_nodes=True)
+    assert transfer_config(good | {"kv_ip": "10.0.0.2"}, str(secret), 4, several_nodes=True).host == "10.0.0.2"
+    assert not transfer_config(good | {"kv_role": "kv_consumer"}, str(secret), 4, several_nodes=True).lends
 
 
 def test_a_secret_is_needed_and_must_be_long_enough(tmp_path):

@@ -3,6 +3,8 @@
 import json
 import os
 import signal
+import subprocess
+import sys
 import urllib.error
 import urllib.request
 from collections import Counter
@@ -23,7 +25,8 @@ from penstock.engine import LLM, ConfigError, SamplingParams
 from penstock.engine.args import EngineArgs
 from penstock.engine.commands import PinPrefix, ResetPrefixCache
 from penstock.engine.core.ipc.calls import CommandRefused
-from penstock.engine.frontend.data_parallel import busyness, check_ports, combined, pick, rank_config
+from penstock.engine.frontend.data_parallel import busyness, check_ports, combined, pick
+from testing.ports import free_ports
 
 pytestmark = pytest.mark.slow
 
@@ -121,7 +124,7 @@ def test_each_rank_lends_pages_on_ports_of_its_own_and_under_a_name_of_its_own(t
     flags: dict[str, Any] = {"model": str(model), "device": "cpu", "kv_offload_memory_bytes": 2**20, "data_parallel_size": 3}
     flags |= {"kv_transfer_secret_file": str(secret), "tensor_parallel_size": 2}
     config = EngineArgs(**flags, kv_transfer_config=transfer).config()
-    given = [rank_config(config, rank).transfer for rank in range(3)]
+    given = [config.of_rank(rank).transfer for rank in range(3)]
     assert [it.port for it in given if it is not None] == [20_000, 20_002, 20_004]
     assert len({it.engine_id for it in given if it is not None}) == 3
     with pytest.raises(ConfigError, match="kv_port 65531: 6 ranks lend on ports up to 65536"):
@@ -162,9 +165,43 @@ def test_two_cores_answer_as_one_and_a_dead_one_fails_its_own_requests_alone(lla
         _check_ports_and_load(server)
         _check_commands(server)
         assert answers(server) == expected
-        _check_death(server, cores)
+        _check_death(server, cores, "was killed by signal 9")
         assert server.process.wait(60) == 1
         wait_gone(*below)
+
+
+@pytest.mark.req("DX-25")
+def test_a_core_on_another_node_answers_behind_the_same_server_and_dies_alone(llama, expected, tmp_path):
+    """The other node is started as a person does; of two frontends, each reaches both cores."""
+    [port] = free_ports(1)
+    shared = ("-dp", "2", "--data-parallel-size-local", "1", "-dpa", "127.0.0.1", "-dpp", str(port))
+    small = ("--kv-cache-memory-bytes", str(4 << 20), "--served-model-name", "tiny", "random")
+    command = [sys.executable, "-m", "penstock.cli", "serve", str(llama), *shared, *small, "--headless", "-dpr", "1"]
+    with (tmp_path / "other.log").open("wb") as out, subprocess.Popen(command, stdout=out, stderr=out) as other:
+        try:
+            with serving(llama, tmp_path / "two.log", *shared, "--api-server-count", "2", "--enable-control-endpoints") as server:
+                below, [far] = children(server.process.pid), children(other.pid)
+                assert sorted(_modules(below)) == ["core.ipc.process", "core.ipc.stand_in", *["frontend.processes.process"] * 2]
+                assert answers(server) == expected
+                before = finished(server)
+                assert {on_rank(server, rank)[1]["choices"][0]["text"] for rank in (0, 1, 1)} == {expected[0]}
+                assert finished(server) - before == {"0": 1, "1": 2}
+                _check_ports_and_load(server)
+                _check_commands(server)
+                assert answers(server) == expected
+                _check_death(server, [below[0], far], "is gone; the log of its node says why")
+                assert server.process.wait(60) == 1
+                wait_gone(*below, far)
+            assert other.wait(60) == 1
+        finally:
+            other.kill()
+    assert "the core of data-parallel rank 1 was killed by signal 9" in (tmp_path / "other.log").read_text()
+
+
+def _modules(pids: list[int]) -> list[str]:
+    """The part of the engine that each process runs."""
+    told = (Path(f"/proc/{pid}/cmdline").read_text() for pid in pids)
+    return [line.partition("penstock.engine.")[2].rstrip("\0") for line in told]
 
 
 def _check_ports_and_load(server: Server) -> None:
@@ -217,7 +254,7 @@ def _check_commands(server: Server) -> None:
     assert post(server, "/wake_up")[0] == 200 and post(server, "/reload_weights")[0] == 200
 
 
-def _check_death(server: Server, cores: list[int]) -> None:
+def _check_death(server: Server, cores: list[int], how: str) -> None:
     """A core that is killed: its stream fails at once, and the other one ends as if nothing had happened."""
     with _stream(server, 0) as first, _stream(server, 1) as second, ThreadPoolExecutor(2) as readers:
         first.readline(), second.readline()
@@ -226,7 +263,7 @@ def _check_death(server: Server, cores: list[int]) -> None:
         [(lost_rank, lost)] = _lost(reading)
         with pytest.raises((urllib.error.HTTPError, urllib.error.URLError, ConnectionError)):
             urllib.request.urlopen(f"{server.url}/health", timeout=30)
-        assert lost["error"]["code"] == "engine_dead" and "was killed by signal 9" in lost["error"]["message"]
+        assert lost["error"]["code"] == "engine_dead" and how in lost["error"]["message"]
         assert f"data-parallel rank {lost_rank}: " in server.log.read_text()
         assert reading[1 - lost_rank].result(120)["usage"]["completion_tokens"] == LONG
 

@@ -73,7 +73,7 @@ def on_nodes(config: EngineConfig, nodes: int, node: int = 0, port: int = 0) -> 
 
 def headless(config: EngineConfig, folder: Path, runner: str = RUNNER) -> subprocess.Popen[str]:
     """Node 1 of the same engine, or whichever the configuration says."""
-    if not config.parallel.node_rank:
+    if config.parallel.is_first_node:
         config = msgspec.structs.replace(config, parallel=msgspec.structs.replace(config.parallel, node_rank=1))
     path = folder / f"node-{time.monotonic_ns()}"
     path.write_bytes(msgspec.msgpack.encode(config, enc_hook=str))

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from penstock.engine.config import EngineConfig
 from penstock.engine.core.ipc.client import CoreClient
 from penstock.engine.core.ipc.coupling import Coupling
-from penstock.engine.frontend.data_parallel import rank_config
+from penstock.engine.core.ipc.far_cores import FarCores
 from penstock.engine.kv_events_config import KVEventsConfig
 
 Addresses = Callable[[int], Sequence[str]]
@@ -34,15 +34,17 @@ def core_clients(
         shared: Whether several frontends will join each of them.
     """
     coupling = Coupling(config.parallel) if config.parallel.expert_ranks > 1 else None
+    far = FarCores(config) if config.parallel.cores_span_nodes else None
     return [
         CoreClient(
-            rank_config(config, rank),
+            config.of_rank(rank),
             events_addresses=events(rank),
             replay_addresses=replay(rank),
             kv_events=kv_events,
             engine_index=rank,
             shared=shared,
             coupling=coupling,
+            far=far,
         )
         for rank in range(config.parallel.data_parallel_size)
     ]

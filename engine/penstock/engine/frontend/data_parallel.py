@@ -3,12 +3,10 @@
 from collections.abc import Sequence
 from typing import Any
 
-import msgspec
-
 from penstock.api.headers import DATA_PARALLEL_RANK
 from penstock.api.load_report import LoadReport
 from penstock.engine.commands import Command, PinPrefix, UnpinPrefix
-from penstock.engine.config import ConfigError, EngineConfig
+from penstock.engine.config import ConfigError
 from penstock.engine.core.ipc.calls import CommandRefused
 from penstock.engine.frontend.errors import ApiError
 
@@ -43,19 +41,6 @@ def header_rank(value: str | None, size: int) -> int | None:
         message = f"{DATA_PARALLEL_RANK} must be a whole number from 0 to {size - 1}, not {value[:20]!r}"
         raise ApiError(400, message, param=DATA_PARALLEL_RANK)
     return int(value)
-
-
-def rank_config(config: EngineConfig, rank: int) -> EngineConfig:
-    """What one rank's core is started with: its files lie in a folder of its own, and it lends pages on ports of its own."""
-    if config.parallel.data_parallel_size == 1:
-        return config
-    cache, folder, transfer = config.cache, config.cache.disk_folder, config.transfer
-    if folder is not None:
-        cache = msgspec.structs.replace(cache, disk_folder=folder / f"rank-{rank}")
-    if transfer is not None:
-        port = transfer.port + rank * config.parallel.world
-        transfer = msgspec.structs.replace(transfer, engine_id=f"{transfer.engine_id}-{rank}", port=port)
-    return msgspec.structs.replace(config, cache=cache, transfer=transfer)
 
 
 def port_of(base: int, rank: int) -> int:

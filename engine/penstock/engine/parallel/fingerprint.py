@@ -18,6 +18,8 @@ Fingerprint = dict[str, str]
 _OWN: Final = {
     *("model.path", "model.source", "model.tokenizer", "profile_dir", "cache.disk_folder"),
     *("parallel.node_rank", "parallel.master_addr", "parallel.master_port"),
+    *("parallel.data_parallel_size_local", "parallel.data_parallel_start_rank"),
+    *("parallel.data_parallel_address", "parallel.data_parallel_rpc_port"),
     *("transfer.engine_id", "transfer.secret", "transfer.host"),
 }
 """Where something is differs among nodes; what is there is compared by its content."""

@@ -10,7 +10,9 @@ from typing import Final, NoReturn
 
 from penstock.engine.config import EngineConfig
 from penstock.engine.core.executor import RUNNERS
+from penstock.engine.core.ipc.cores_node import CoresNode
 from penstock.engine.core.memory import check_weights_fit, measure_memory, stored_bytes
+from penstock.engine.kv_events_config import KVEventsConfig
 from penstock.engine.parallel import node_words
 from penstock.engine.parallel.errors import GroupFailed
 from penstock.engine.parallel.fingerprint import fingerprint
@@ -121,12 +123,13 @@ class HeadlessNode:
         send_frame(self._link, node_words.encode(report))
 
 
-def serve(config: EngineConfig, runner: str | None = None) -> int:
-    """Run one node of an engine until its end; return the exit status.
+def serve(config: EngineConfig, runner: str | None = None, kv_events: KVEventsConfig | None = None) -> int:
+    """Run one node of an engine until its end, with ranks of its core or with cores; return the exit status.
 
     Args:
         config: Of the engine; its `parallel` says which node this is.
         runner: `module:Class` of the model runner; None: the device's.
+        kv_events: Where cores publish KV events in vLLM's form; None: nowhere.
 
     SIGTERM comes to all nodes at once, and node 0 lets running requests finish: this one waits for it. A second one, or SIGINT,
     ends it.
@@ -145,10 +148,16 @@ def serve(config: EngineConfig, runner: str | None = None) -> int:
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, leave)
+    node = CoresNode(config, runner, kv_events) if config.parallel.cores_span_nodes else _with_ranks(config, runner)
+    signal.signal(signal.SIGTERM, wait)
+    node.run()
+    return 0
+
+
+def _with_ranks(config: EngineConfig, runner: str | None) -> HeadlessNode:
+    """A node with ranks of the core on node 0."""
     if config.device == "cpu":
         check_weights_fit(config.model, stored_bytes(config.model.path), measure_memory(), config.parallel.nnodes)
     node = HeadlessNode(config, runner or RUNNERS[config.device])
-    signal.signal(signal.SIGTERM, wait)
     log.info("node %d runs %d ranks", config.parallel.node_rank, Layout.of(config.parallel).per_node)
-    node.run()
-    return 0
+    return node

@@ -1,16 +1,22 @@
 """Which rank is where: the numbers alone. Light to import."""
 
-from typing import NamedTuple
+from bisect import bisect_right
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
 
 from penstock.engine.config import ConfigError, ParallelConfig
+
+WireKind = Literal["sums", "core"]
 
 
 class Wire(NamedTuple):
     """A connection between ranks on different nodes. In one pipeline stage the receiver takes in, for all ranks of its node, what
-    the sender adds to sums; between two stages it takes in the sender's hidden states."""
+    the sender adds to sums; between two stages it takes in the sender's hidden states. `core` is the way of a frontend to a
+    core on another node."""
 
     sender: int
     receiver: int
+    kind: WireKind = "sums"
 
 
 class Layout(NamedTuple):
@@ -69,3 +75,20 @@ class Layout(NamedTuple):
             if after < self.world and self.node(after) != own:
                 found.append(Wire(sender, after))
         return found
+
+
+class CoreLayout(NamedTuple):
+    """The cores of a replica: consecutive ones are on a node. The frontend is on the node of the first."""
+
+    starts: Sequence[int]
+    """The first core of each node."""
+    size: int
+    """Cores."""
+
+    def node(self, core: int) -> int:
+        """Where a core runs."""
+        return bisect_right(self.starts, core) - 1
+
+    def wires(self) -> list[Wire]:
+        """All connections between nodes: from the frontend to each core that is not on its node."""
+        return [Wire(0, core, "core") for core in range(self.size) if self.node(core)]

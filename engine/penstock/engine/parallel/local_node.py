@@ -114,7 +114,7 @@ class LocalNode:
         layout, stage = self._layout, self._layout.stage(number)
         memory, meeting = self._memories[stage], self._meetings[stage]
         each, before, after = layout.tensor, self._links.get(number - layout.tensor), self._links.get(number)
-        mine = {wire: stream.fileno() for wire, stream in wires.items() if number in wire}
+        mine = {wire: stream.fileno() for wire, stream in wires.items() if number in (wire.sender, wire.receiver)}
         same = {wire for wire in mine if layout.stage(wire.sender) == layout.stage(wire.receiver)}
         far = {wire.sender: fd for wire, fd in mine.items() if wire not in same}
         start = WorkerStart(

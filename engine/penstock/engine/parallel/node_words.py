@@ -7,6 +7,7 @@ from typing import Final
 
 import msgspec
 
+from penstock.engine.parallel.layout import WireKind
 from penstock.engine.parallel.shared_memory import RankProgress
 
 MAX_GREETING: Final = 1 << 22
@@ -20,6 +21,8 @@ class NodeHello(msgspec.Struct, frozen=True, tag="node"):
     fingerprint: dict[str, str]
     port: int
     """Where it waits for wires."""
+    count: int = 1
+    """Data-parallel ranks that it has, `node` being the first; 1 where nodes have ranks of one core."""
 
 
 class WireHello(msgspec.Struct, frozen=True, tag="wire"):
@@ -28,6 +31,7 @@ class WireHello(msgspec.Struct, frozen=True, tag="wire"):
     token: str
     sender: int
     receiver: int
+    kind: WireKind = "sums"
 
 
 class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
@@ -37,6 +41,8 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
     """What wires must show."""
     addresses: list[tuple[str, int]]
     """Of every node's port for wires."""
+    starts: list[int]
+    """The first number of each: its own, or that of the first data-parallel rank that it has."""
 
 
 class TurnedAway(msgspec.Struct, frozen=True, tag="turned_away"):

@@ -11,14 +11,16 @@ import socket
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Final, NamedTuple
+from threading import Event
+from typing import Final, NamedTuple, Protocol
 
 from penstock.engine.config import ConfigError, ParallelConfig
 from penstock.engine.parallel import node_words
 from penstock.engine.parallel.errors import GroupFailed
 from penstock.engine.parallel.fingerprint import Fingerprint, difference
 from penstock.engine.parallel.frames import FrameReader, receive_frame, send_frame
-from penstock.engine.parallel.layout import Layout, Wire
+from penstock.engine.parallel.layout import Wire
+from penstock.engine.parallel.meeting import Meeting
 from penstock.engine.parallel.node_words import MAX_GREETING, NodeHello, TurnedAway, Welcome, WireHello
 
 JOIN_S: Final = 600.0
@@ -38,13 +40,30 @@ class Joined(NamedTuple):
     listener: socket.socket
     token: str
     addresses: Sequence[tuple[str, int]]
+    starts: Sequence[int]
+    """The first number that each node has brought; see `Meeting`."""
+
+
+class Wiring(Protocol):
+    """Which wires there are, and where their ends are."""
+
+    def wires(self) -> Sequence[Wire]: ...
+    def node(self, rank: int, /) -> int: ...
+
+
+class _Come(NamedTuple):
+    """A node that has come."""
+
+    link: socket.socket
+    address: tuple[str, int]
+    numbers: range
 
 
 class Master:
     """Node 0, while others come.
 
     Args:
-        parallel: Its `master_addr` and `master_port` are listened on.
+        parallel: Says where it listens, and who is to come.
         patience: Seconds for the address to become known.
 
     Raises:
@@ -52,8 +71,10 @@ class Master:
     """
 
     def __init__(self, parallel: ParallelConfig, patience: float = JOIN_S) -> None:
-        self._parallel, self._nodes = parallel, dict[int, tuple[socket.socket, tuple[str, int]]]()
-        self._host = _resolved(parallel, time.monotonic() + patience)
+        self._meeting, self._timeout = Meeting.of(parallel), parallel.timeout
+        self._nodes = dict[int, _Come]()
+        """By the first number that each has brought."""
+        self._host = _resolved(self._meeting, time.monotonic() + patience)
         self._new = dict[int, tuple[socket.socket, FrameReader, float]]()
         """Connections that have not said what they are: by file descriptor, each with the time when that is too late."""
         self._poll = select.poll()
@@ -61,28 +82,33 @@ class Master:
         self.listener = socket.socket(family, socket.SOCK_STREAM)
         self.listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            self.listener.bind((self._host, parallel.master_port))
+            self.listener.bind((self._host, self._meeting.port))
             self.listener.listen(_BACKLOG)
         except OSError as error:
             self.listener.close()
-            raise ConfigError(_unbound(parallel, self._host, error)) from error
+            raise ConfigError(_unbound(self._meeting, self._host, error)) from error
         self._poll.register(self.listener, select.POLLIN)
 
-    def gather(self, own: Fingerprint, patience: float = JOIN_S) -> list[socket.socket]:
+    def gather(self, own: Fingerprint, patience: float = JOIN_S, over: Event | None = None) -> list[socket.socket]:
         """Wait for the other nodes; return their connections in the order of nodes.
+
+        Args:
+            own: What they are compared with.
+            patience: Seconds for them to come.
+            over: Set where nobody waits for them any more.
 
         Raises:
             ConfigError: A node differs from this one; it has been told so.
             GroupFailed: A node has not come.
         """
-        deadline, wanted = time.monotonic() + patience, self._parallel.nnodes
-        log.info("waiting for %d nodes at %s:%d", wanted - 1, self._host, self._parallel.master_port)
+        deadline, name, place = time.monotonic() + patience, self._meeting.name, f"{self._host}:{self._meeting.port}"
+        log.info("waiting for %ss %s at %s", name, ", ".join(map(str, self._missing())), place)
         try:
-            while len(self._nodes) < wanted - 1:
+            while missing := self._missing():
+                if over is not None and over.is_set():
+                    raise GroupFailed("the engine has been closed")
                 if time.monotonic() > deadline:
-                    missing = next(node for node in range(1, wanted) if node not in self._nodes)
-                    place = f"{self._host}:{self._parallel.master_port}"
-                    raise GroupFailed(f"node {missing} has not come to {place} within {patience:g} seconds")
+                    raise GroupFailed(f"{name} {missing[0]} has not come to {place} within {patience:g} seconds")
                 for fd, _ in self._poll.poll(100):
                     self._hear(fd, own)
                 self._forget()
@@ -91,19 +117,20 @@ class Master:
             raise
         for stranger, _, _ in self._new.values():
             stranger.close()
-        links = [self._nodes[node][0] for node in range(1, wanted)]
+        links = [self._nodes[node].link for node in sorted(self._nodes)]
         for link in links:
-            keep_alive(link, self._parallel.timeout)
+            keep_alive(link, self._timeout)
             link.setblocking(True)
         return links
 
     def welcome(self) -> Joined:
         """Tell all nodes where the others are."""
-        addresses = [(self._host, self._parallel.master_port)] + [self._nodes[node][1] for node in sorted(self._nodes)]
-        token = secrets.token_hex(16)
-        for link, _ in self._nodes.values():
-            send_frame(link, node_words.encode(Welcome(token, addresses)))
-        return Joined(self.listener, self.listener, token, addresses)
+        starts = sorted(self._nodes)
+        addresses = [(self._host, self._meeting.port)] + [self._nodes[node].address for node in starts]
+        token, starts = secrets.token_hex(16), [0, *starts]
+        for come in self._nodes.values():
+            send_frame(come.link, node_words.encode(Welcome(token, addresses, starts)))
+        return Joined(self.listener, self.listener, token, addresses, starts)
 
     def close(self, why: str) -> None:
         """Turn all nodes away."""
@@ -120,10 +147,10 @@ class Master:
             self._new[link.fileno()] = (link, FrameReader(link, MAX_GREETING), time.monotonic() + _GREETING_S)
             self._poll.register(link, select.POLLIN)
             return
-        if (gone := next((node for node, (link, _) in self._nodes.items() if link.fileno() == fd), None)) is not None:
-            log.warning("node %d has gone again", gone)
+        if (gone := next((node for node, come in self._nodes.items() if come.link.fileno() == fd), None)) is not None:
+            log.warning("%s %d has gone again", self._meeting.name, gone)
             self._poll.unregister(fd)
-            self._nodes.pop(gone)[0].close()
+            self._nodes.pop(gone).link.close()
             return
         link, reader, _ = self._new[fd]
         try:
@@ -142,22 +169,31 @@ class Master:
 
     def _take(self, link: socket.socket, hello: NodeHello, own: Fingerprint) -> None:
         """A node has said which one it is."""
-        host = link.getpeername()[0]
-        if hello.node in self._nodes:
-            other = self._nodes[hello.node][1][0]
-            message = f"--node-rank {hello.node} is taken: the node at {other} has it"
+        host, meeting, numbers = link.getpeername()[0], self._meeting, range(hello.node, hello.node + hello.count)
+        known = range(numbers.start, min(numbers.stop, meeting.size))
+        if (taken := next((number for number in known if self._has(number) is not None), None)) is not None:
+            message = f"{meeting.taken} {taken} is taken: the node at {self._has(taken)} has it"
             log.warning("the node at %s is turned away: %s", host, message)
             self._poll.unregister(link)
             with suppress(OSError):
                 send_frame(link, node_words.encode(TurnedAway(message)))
             link.close()
             return
-        self._nodes[hello.node] = (link, (host, hello.port))
-        if (told := difference(own, hello.fingerprint, f"node {hello.node} ({host})", "node 0")) is not None:
+        self._nodes[hello.node] = _Come(link, (host, hello.port), numbers)
+        if (told := difference(own, hello.fingerprint, f"{meeting.name} {hello.node} ({host})", f"{meeting.name} 0")) is not None:
             raise ConfigError(told)
-        if not 0 < hello.node < self._parallel.nnodes:
-            raise ConfigError(f"--node-rank {hello.node} has come from {host}; --nnodes is {self._parallel.nnodes}")
-        log.info("node %d has come from %s", hello.node, host)
+        if not numbers or numbers.stop > meeting.size:
+            raise ConfigError(f"{meeting.taken} {numbers.stop - 1} has come from {host}; {meeting.size_flag} is {meeting.size}")
+        log.info("%s %d has come from %s", meeting.name, hello.node, host)
+
+    def _has(self, number: int) -> str | None:
+        """The address of the node that has a number; None: nobody has it."""
+        if number < self._meeting.first:
+            return self._host
+        return next((come.address[0] for come in self._nodes.values() if number in come.numbers), None)
+
+    def _missing(self) -> list[int]:
+        return self._meeting.missing([come.numbers for come in self._nodes.values()])
 
     def _forget(self) -> None:
         """Drop connections that say nothing."""
@@ -177,7 +213,8 @@ def join(parallel: ParallelConfig, own: Fingerprint, patience: float = JOIN_S) -
         ConfigError: Node 0 has turned it away, and says why.
         GroupFailed: Node 0 cannot be reached.
     """
-    place, deadline = (parallel.master_addr or "", parallel.master_port), time.monotonic() + patience
+    meeting, deadline = Meeting.of(parallel), time.monotonic() + patience
+    place = meeting.host, meeting.port
     problem: object = None
     while time.monotonic() < deadline:
         try:
@@ -190,7 +227,7 @@ def join(parallel: ParallelConfig, own: Fingerprint, patience: float = JOIN_S) -
             continue
         keep_alive(link, parallel.timeout)
         try:
-            if (joined := _greet(link, parallel.node_rank, own)) is not None:
+            if (joined := _greet(link, meeting.own, own)) is not None:
                 return joined
             problem = "it has ended before all nodes had come"
         except OSError as error:
@@ -200,18 +237,18 @@ def join(parallel: ParallelConfig, own: Fingerprint, patience: float = JOIN_S) -
     raise GroupFailed(f"node 0 at {place[0]}:{place[1]} cannot be reached within {patience:g} seconds: {problem}")
 
 
-def _greet(link: socket.socket, node: int, own: Fingerprint) -> Joined | None:
+def _greet(link: socket.socket, numbers: range, own: Fingerprint) -> Joined | None:
     """Wait for the answer; None: node 0 is gone."""
     link.settimeout(None)
     listener = socket.socket(link.family, socket.SOCK_STREAM)
     # Where node 0 is reached from, the other nodes reach this one.
     listener.bind((link.getsockname()[0], 0))
     listener.listen(_BACKLOG)
-    send_frame(link, node_words.encode(NodeHello(node, dict(own), listener.getsockname()[1])))
+    send_frame(link, node_words.encode(NodeHello(numbers.start, dict(own), listener.getsockname()[1], len(numbers))))
     frame = receive_frame(link)
     answer = None if frame is None else node_words.decode_answer(frame)
     if isinstance(answer, Welcome):
-        return Joined(link, listener, answer.token, answer.addresses)
+        return Joined(link, listener, answer.token, answer.addresses, answer.starts)
     listener.close()
     if answer is not None:
         link.close()
@@ -219,18 +256,18 @@ def _greet(link: socket.socket, node: int, own: Fingerprint) -> Joined | None:
     return None
 
 
-def connect(layout: Layout, node: int, joined: Joined, timeout: float) -> dict[Wire, socket.socket]:
+def connect(wiring: Wiring, node: int, joined: Joined, timeout: float) -> dict[Wire, socket.socket]:
     """Make the wires that begin or end at a node. The listener is closed.
 
     Raises:
         GroupFailed: Another node has not connected, or cannot be reached.
     """
-    wires, ours = layout.wires(), layout.on_node(node)
-    found, missing = dict[Wire, socket.socket](), {wire for wire in wires if wire.receiver in ours}
+    wires = wiring.wires()
+    found, missing = dict[Wire, socket.socket](), {wire for wire in wires if wiring.node(wire.receiver) == node}
     try:
         for wire in wires:
-            if wire.sender in ours:
-                found[wire] = _to(joined.addresses[layout.node(wire.receiver)], WireHello(joined.token, *wire), timeout)
+            if wiring.node(wire.sender) == node:
+                found[wire] = _to(joined.addresses[wiring.node(wire.receiver)], WireHello(joined.token, *wire), timeout)
         deadline = time.monotonic() + timeout
         while missing:
             joined.listener.settimeout(max(deadline - time.monotonic(), 0.001))
@@ -270,7 +307,7 @@ def _wire(stream: socket.socket, token: str) -> Wire | None:
         return None
     if not isinstance(hello, WireHello) or not hmac.compare_digest(hello.token, token):
         return None
-    return Wire(hello.sender, hello.receiver)
+    return Wire(hello.sender, hello.receiver, hello.kind)
 
 
 def keep_alive(stream: socket.socket, timeout: float) -> None:
@@ -287,24 +324,24 @@ def keep_alive(stream: socket.socket, timeout: float) -> None:
         stream.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
-def _resolved(parallel: ParallelConfig, deadline: float) -> str:
+def _resolved(meeting: Meeting, deadline: float) -> str:
     """The IP address of node 0. A pod's name is known some time after it has started."""
-    host = parallel.master_addr or ""
     while True:
         try:
-            return str(socket.getaddrinfo(host, parallel.master_port, type=socket.SOCK_STREAM)[0][4][0])
+            return str(socket.getaddrinfo(meeting.host, meeting.port, type=socket.SOCK_STREAM)[0][4][0])
         except socket.gaierror as error:
             if time.monotonic() > deadline:
-                raise ConfigError(f"--master-addr {host} is no address that is known here: {error.strerror}") from error
+                flag = f"{meeting.host_flag} {meeting.host}"
+                raise ConfigError(f"{flag} is no address that is known here: {error.strerror}") from error
             time.sleep(_RETRY_S)
 
 
-def _unbound(parallel: ParallelConfig, host: str, error: OSError) -> str:
+def _unbound(meeting: Meeting, host: str, error: OSError) -> str:
     if error.errno == errno.EADDRINUSE:
-        return f"--master-port {parallel.master_port} is in use on {host}"
+        return f"{meeting.port_flag} {meeting.port} is in use on {host}"
     if error.errno == errno.EADDRNOTAVAIL:
-        return f"--master-addr {parallel.master_addr}: no network interface of this machine has the address {host}"
-    return f"--master-addr {host} --master-port {parallel.master_port}: {os.strerror(error.errno or 0)}"
+        return f"{meeting.host_flag} {meeting.host}: no network interface of this machine has the address {host}"
+    return f"{meeting.host_flag} {host} {meeting.port_flag} {meeting.port}: {os.strerror(error.errno or 0)}"
 
 
 def _peer(stream: socket.socket) -> str:

@@ -267,7 +267,7 @@ class ModelRunner(RunnerBase[HostRuntime, HostStep, StepResult]):
     def measure_memory(self) -> Memory:
         """The rank's part of the host's memory, which all ranks of all cores share."""
         parallel = self.config.parallel
-        return measure_memory().among(parallel.data_parallel_size * (1 if self._group is None else self._group.ranks))
+        return measure_memory().among(len(parallel.local_cores) * (1 if self._group is None else self._group.ranks))
 
     def profile_memory(self) -> int:
         """Bytes that the largest step takes beside weights and KV cache, which need not be there yet."""

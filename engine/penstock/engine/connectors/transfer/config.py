@@ -44,14 +44,14 @@ class _Keys(msgspec.Struct, frozen=True):
     kv_connector_extra_config: dict[str, Any] = {}
 
 
-def transfer_config(keys: dict[str, Any], secret: str | None, ranks: int = 1, nodes: int = 1) -> TransferConfig:
+def transfer_config(keys: dict[str, Any], secret: str | None, ranks: int = 1, *, several_nodes: bool = False) -> TransferConfig:
     """Return what the keys say; `ConfigError` names the one that is wrong.
 
     Args:
         keys: vLLM's.
         secret: `--kv-transfer-secret-file`.
         ranks: Of all cores, each of which lends on a port of its own.
-        nodes: Among which they are distributed.
+        several_nodes: Whether they are distributed among nodes.
     """
     given = _read(keys, _Keys, "--kv-transfer-config")
     if given.kv_connector != CONNECTOR:
@@ -69,9 +69,9 @@ def transfer_config(keys: dict[str, Any], secret: str | None, ranks: int = 1, no
             f"--kv-transfer-config: kv_port {given.kv_port}: {ranks} ranks lend on ports up to {last}, and the last port is "
             f"{_LAST_PORT}"
         )
-    if given.kv_ip is None and nodes > 1 and given.kv_role != "kv_consumer":
+    if given.kv_ip is None and several_nodes and given.kv_role != "kv_consumer":
         raise ConfigError(
-            f"--kv-transfer-config: with several nodes (--nnodes {nodes}) a replica that lends needs kv_ip on each of them: the "
+            "--kv-transfer-config: with several nodes a replica that lends needs kv_ip on each of them: the "
             "address of that node by which other replicas reach it"
         )
     if "nixl" in extra.transports:

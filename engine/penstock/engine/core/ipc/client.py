@@ -6,6 +6,7 @@ to one that the core binds there. Messages are those of `penstock.engine.message
 
 import asyncio
 import shutil
+import socket
 import sys
 import tempfile
 from abc import ABC, abstractmethod
@@ -13,11 +14,14 @@ from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from penstock.engine import messages
 from penstock.engine.commands import Command
 from penstock.engine.config import ConfigError, EngineConfig
 from penstock.engine.core.ipc.calls import Calls
 from penstock.engine.core.ipc.coupling import Coupling
+from penstock.engine.core.ipc.far_cores import FarCores
 from penstock.engine.core.ipc.framing import framed
 from penstock.engine.core.ipc.inbox import Inbox
 from penstock.engine.environment import computing
@@ -37,6 +41,7 @@ from penstock.engine.messages import (
     FrontendLeft,
     StepOutputs,
 )
+from penstock.engine.parallel.errors import GroupFailed
 from penstock.engine.stats import CoreStats
 
 _LAST_WORDS_S = 0.5
@@ -121,6 +126,7 @@ class CoreClient(CoreConnection):
         runner: `module:Class` of the model runner; None: the device's.
         shared: Whether further frontends may join, at `frontends_address`.
         coupling: With the other cores of the replica, whose steps are this one's too; None: it makes its own.
+        far: The other nodes of the replica; the process here stands in for a core that is on one of them. None: all are here.
     """
 
     def __init__(
@@ -134,15 +140,17 @@ class CoreClient(CoreConnection):
         runner: str | None = None,
         shared: bool = False,
         coupling: Coupling | None = None,
+        far: FarCores | None = None,
     ) -> None:
         super().__init__()
-        self._coupling = coupling
+        self._coupling, self._far = coupling, far
         self._config = config
         self._folder = Path(tempfile.mkdtemp(prefix="penstock-core-"))
+        self._address = str(self._folder / "core")
         self._start = CoreStart(
             config=config,
             engine_index=engine_index,
-            address=str(self._folder / "core"),
+            address=self._address,
             events_addresses=list(events_addresses),
             replay_addresses=list(replay_addresses),
             kv_events=kv_events,
@@ -170,18 +178,22 @@ class CoreClient(CoreConnection):
         `ConfigError` when it cannot as it was asked to."""
         loop, inbox = asyncio.get_running_loop(), self._inbox
         try:
-            inbox.bind(self._start.address)
+            inbox.bind(self._address)
         except OSError as error:
             raise CoreError(f"no socket for the engine core, see TMPDIR: {error}") from error
-        self._process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "penstock.engine.core.ipc.process"),
-            stdin=asyncio.subprocess.PIPE,
-            env=computing(self._config),
-            pass_fds=() if self._coupling is None else self._coupling.descriptors,
-        )
+        here = self._start.engine_index in self._config.parallel.local_cores
+        if self._far is None or here:
+            await self._run("process", () if self._coupling is None else self._coupling.descriptors)
+        else:
+            with await self._stream(self._far) as stream:
+                self._start = msgspec.structs.replace(self._start, stream=stream.fileno())
+                await self._run("stand_in", (stream.fileno(),))
+        assert self._process is not None
         self._exited = asyncio.create_task(self._process.wait())
         if (coupling := self._coupling) is not None:
             self._exited.add_done_callback(lambda _: coupling.core_ended(self._start.engine_index))
+        if (far := self._far) is not None:
+            self._exited.add_done_callback(lambda _: far.core_ended())
         # What it said last may still be under way.
         self._exited.add_done_callback(lambda _: loop.call_later(_LAST_WORDS_S, inbox.end))
         start = messages.encode(self._start)
@@ -195,12 +207,29 @@ class CoreClient(CoreConnection):
             self._remove_folder()  # both ends have met: nothing is left behind, even by a frontend that is killed
         return message
 
+    async def _stream(self, far: FarCores) -> socket.socket:
+        try:
+            return await far.stream(self._start.engine_index)
+        except GroupFailed as error:
+            raise CoreError(str(error)) from error
+
+    async def _run(self, module: str, descriptors: Sequence[int]) -> None:
+        """Start the process, which waits for its `CoreStart`."""
+        self._process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", f"penstock.engine.core.ipc.{module}"),
+            stdin=asyncio.subprocess.PIPE,
+            env=computing(self._config),
+            pass_fds=descriptors,
+        )
+
     async def frontend_left(self, frontend: int) -> None:
         """Ends the requests of a frontend that has died."""
         await self._send(FrontendLeft(frontend))
 
     async def close(self) -> None:
         """Ends the process, at once and whatever it is doing, and releases everything; safe to call twice."""
+        if self._far is not None:
+            self._far.close()
         if self._process is not None and self._exited is not None:
             if self._process.stdin is not None:
                 self._process.stdin.close()
@@ -232,6 +261,8 @@ class CoreClient(CoreConnection):
             raise CoreError(self._obituary())
         message = messages.decode_output(payload)
         if isinstance(message, CoreFailed):
+            if self._far is not None:
+                self._far.core_ended()
             raise ConfigError(message.message) if message.refused else CoreError(message.message)
         return message
 

@@ -1,5 +1,6 @@
-"""The core's side of its frontends: one, or several that share the core."""
+"""The core's side of its frontends: one, or several that share the core; on the same node, or on another one."""
 
+import socket
 from collections.abc import Iterator
 from typing import Protocol
 
@@ -8,6 +9,7 @@ import zmq
 
 from penstock.engine import messages
 from penstock.engine.core.ipc.fanout import split
+from penstock.engine.core.ipc.framing import framed
 from penstock.engine.core.ipc.sockets import Context, Socket, has_message, opened
 from penstock.engine.messages import (
     FRONTEND_SHIFT,
@@ -21,6 +23,13 @@ from penstock.engine.messages import (
     FrontendLeft,
     StepOutputs,
 )
+from penstock.engine.parallel.frames import FrameReader
+
+_LAST_WORDS_S = 1.0
+
+
+class FrontendGone(Exception):
+    """Nobody needs the core any more."""
 
 
 class Port(Protocol):
@@ -147,3 +156,57 @@ class SharedPort(SinglePort):
             self._first.send(payload, zmq.NOBLOCK)
         elif (name := self._joined.get(frontend)) is not None:
             self._router.send_multipart([name, payload], zmq.NOBLOCK)
+
+
+class StreamPort:
+    """To a frontend on another node, whose `stand_in` is at the other end.
+
+    Args:
+        stream: Closed there when nobody needs this core any more.
+    """
+
+    def __init__(self, stream: socket.socket) -> None:
+        stream.setblocking(False)
+        self._stream, self._reader = stream, FrameReader(stream)
+        self._unsent = bytearray()
+        """A step never waits for the other node."""
+        self._poller = zmq.Poller()
+        self.watch(stream.fileno())
+
+    def watch(self, socket: Socket | int) -> None:
+        """Has `poll` wait for another socket, or for a file descriptor, too."""
+        self._poller.register(socket, zmq.POLLIN)
+
+    def poll(self, patience_ms: int) -> bool:
+        """Waits until something has come, at most so long, and says whether it has. Sends what there was no room for."""
+        self._poller.modify(self._stream.fileno(), zmq.POLLIN | (zmq.POLLOUT if self._unsent else 0))
+        events = self._poller.poll(patience_ms)
+        if self._unsent:
+            self._flush()
+        return any(event & ~zmq.POLLOUT for _, event in events)
+
+    def receive(self) -> Iterator[CoreInput]:
+        """What has arrived. Raises `FrontendGone` where the other end is closed."""
+        try:
+            frames = self._reader.read()
+        except BlockingIOError:
+            return
+        yield from map(messages.decode_input, frames)
+        if self._reader.ended:
+            raise FrontendGone
+
+    def send(self, message: CoreOutput) -> None:
+        """Says something to the frontend. The last word is sent before this returns."""
+        self._unsent += framed(messages.encode(message))
+        if isinstance(message, CoreFailed):
+            self._stream.settimeout(_LAST_WORDS_S)
+        self._flush()
+
+    def _flush(self) -> None:
+        try:
+            while self._unsent:
+                del self._unsent[: self._stream.send(self._unsent)]
+        except BlockingIOError:
+            return
+        except OSError:  # the other end is gone, which reading tells
+            self._unsent.clear()

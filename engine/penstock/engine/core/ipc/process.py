@@ -8,27 +8,21 @@ finish first.
 import faulthandler
 import gc
 import logging
-import os
-import shutil
 import signal
 import sys
-import threading
 import time
 from importlib import import_module
-from pathlib import Path
-from typing import BinaryIO
 
 from penstock.api.events import Event
-from penstock.engine import messages
 from penstock.engine.cache.layout import KVLayout
 from penstock.engine.config import ConfigError, EngineConfig
 from penstock.engine.core.core import EngineCore
 from penstock.engine.core.executor import RUNNERS, Executor, executor_of
 from penstock.engine.core.ipc.boot_times import BootTimes
-from penstock.engine.core.ipc.framing import LENGTH_BYTES
-from penstock.engine.core.ipc.ports import Port, SharedPort, SinglePort
+from penstock.engine.core.ipc.ports import FrontendGone, Port
 from penstock.engine.core.ipc.publisher import EventPublisher
 from penstock.engine.core.ipc.sockets import Context
+from penstock.engine.core.ipc.starting import end_with_frontend, port_of, read_start
 from penstock.engine.core.ipc.vllm_publisher import VllmEventPublisher
 from penstock.engine.core.memory import check_weights_fit, least, measure_memory, num_kv_blocks, offload_size, stored_bytes
 from penstock.engine.core.wave import Wave
@@ -186,7 +180,7 @@ def build_executor(
     if config.device == "cpu":
         parallel = config.parallel
         # Of divided experts, what one rank needs is not known yet: not less than the whole, once.
-        copies = 1 if parallel.expert_parallel else parallel.data_parallel_size
+        copies = 1 if parallel.expert_parallel else len(parallel.local_cores)
         check_weights_fit(config.model, stored_bytes(config.model.path), measure_memory(), parallel.nnodes, copies)
     executor = _start(config, path or RUNNERS[config.device], experts)
     boot.end("imports")
@@ -305,12 +299,13 @@ def main() -> int:
         signal.signal(number, signal.SIG_IGN)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s core: %(message)s")
     start = read_start(sys.stdin.buffer)
-    threading.Thread(target=_end_with_frontend, args=[Path(start.address).parent], name="frontend-watch", daemon=True).start()
+    end_with_frontend(start)
     context = Context()
-    shared = start.frontends_address
-    port = SinglePort(context, start.address) if shared is None else SharedPort(context, start.address, shared)
+    port = port_of(start, context)
     try:
         run(start, port, context)
+    except FrontendGone:
+        return 0
     except ConfigError as error:
         port.send(CoreFailed(str(error), refused=True))
     except Exception as error:
@@ -319,23 +314,6 @@ def main() -> int:
     finally:
         context.destroy(linger=round(1000 * _LAST_WORDS_S))
     return 1
-
-
-def read_start(stream: BinaryIO) -> CoreStart:
-    """The start message: four bytes of length, little endian, then msgpack. Raises `EOFError` where the stream ends before."""
-    size = stream.read(LENGTH_BYTES)
-    body = stream.read(int.from_bytes(size, "little"))
-    if len(size) < LENGTH_BYTES or len(body) < int.from_bytes(size, "little"):
-        raise EOFError("standard input holds no start message: this module is started by penstock.engine.core.ipc.client")
-    return messages.decode_start(body)
-
-
-def _end_with_frontend(folder: Path) -> None:
-    """Ends this process with the frontend, who may have been killed and left the sockets' folder behind."""
-    while os.read(sys.stdin.fileno(), 1):
-        pass
-    shutil.rmtree(folder, ignore_errors=True)
-    os._exit(0)
 
 
 if __name__ == "__main__":
