@@ -102,9 +102,9 @@ class LoadReport(msgspec.Struct, frozen=True, tag="LoadReport"):
     def metrics(self) -> dict[str, float]:
         """The figures under `named_metrics`, waiting requests both as a total and by reason."""
         out: dict[str, float] = {}
-        for name in _FIELDS:
+        for name, _ in FIGURES:
             out[name] = getattr(self, name)
-        out["num_requests_waiting"] = self.waiting
+        out[WAITING] = self.waiting
         for reason, count in self.num_requests_waiting.items():
             out[_WAITING + reason] = count
         for prefix, adapters in ((_LORA_RUNNING, self.lora_running), (_LORA_WAITING, self.lora_waiting)):
@@ -139,10 +139,12 @@ def _fields(metrics: Mapping[str, float]) -> dict[str, object]:
     return {**fields, **lora, "num_requests_waiting": waiting}
 
 
-# The scalar fields in wire order; what is counted by reason or by adapter is spelled out.
-_FIELDS = tuple(field.name for field in msgspec.structs.fields(LoadReport) if field.type in (int, float))
-_KINDS = tuple(field.type for field in msgspec.structs.fields(LoadReport) if field.name in _FIELDS)
-_SCALAR = frozenset(_FIELDS)
+FIGURES: tuple[tuple[str, type], ...] = tuple(
+    (field.name, field.type) for field in msgspec.structs.fields(LoadReport) if field.type in (int, float)
+)
+"""The scalar fields in wire order, with their types; what is counted by reason or by adapter is spelled out."""
+WAITING = "num_requests_waiting"
+_SCALAR = frozenset(name for name, _ in FIGURES)
 _BY_REASON = frozenset(_WAITING + reason for reason in WAITING_REASONS)
 
 
@@ -152,8 +154,8 @@ _ITEM = f", {re.escape(_NAMED)}"
 _OWN_REASON = re.compile(f"{_ITEM}{re.escape(_WAITING)}({'|'.join(WAITING_REASONS)})=([1-9][0-9]{{0,14}})")
 _OWN = re.compile(
     f"TEXT application_utilization={_FIGURE.replace('(', '(?:', 1)}"
-    + "".join(f"{_ITEM}{name}={_WHOLE if kind is int else _FIGURE}" for name, kind in zip(_FIELDS, _KINDS, strict=True))
-    + f"{_ITEM}num_requests_waiting=[0-9]{{1,15}}((?:{_OWN_REASON.pattern.replace('(', '(?:')})*)"
+    + "".join(f"{_ITEM}{name}={_WHOLE if kind is int else _FIGURE}" for name, kind in FIGURES)
+    + f"{_ITEM}{WAITING}=[0-9]{{1,15}}((?:{_OWN_REASON.pattern.replace('(', '(?:')})*)"
 )
 
 
@@ -182,7 +184,7 @@ def _own(value: str) -> LoadReport | None:
     if found is None:
         return None
     *figures, reasons = found.groups()
-    fields = {name: kind(figure) for name, kind, figure in zip(_FIELDS, _KINDS, figures, strict=True)}
+    fields = {name: kind(figure) for (name, kind), figure in zip(FIGURES, figures, strict=True)}
     waiting = {reason: int(count) for reason, count in _OWN_REASON.findall(reasons)}
     return LoadReport(**fields, num_requests_waiting=waiting) if len(waiting) == reasons.count("=") else None
 

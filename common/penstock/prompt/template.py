@@ -16,6 +16,8 @@ from penstock.prompt.errors import BundleError, PromptError
 
 # What the expressions of a template raise on messages that its author did not foresee.
 _RENDER_ERRORS = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
+_OF_DICTIONARIES = frozenset(dir(dict))
+_ABSENT = object()
 
 
 class _Generation(Extension):
@@ -26,6 +28,18 @@ class _Generation(Extension):
     def parse(self, parser: Parser) -> list[nodes.Node]:
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class _Sandbox(ImmutableSandboxedEnvironment):
+    """Finds what messages hold without the exception that Jinja raises and handles for each field: a dictionary has no such
+    attribute."""
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        """As Jinja has it: an attribute, else an item."""
+        if type(obj) is not dict or attribute in _OF_DICTIONARIES:
+            return super().getattr(obj, attribute)
+        found = obj.get(attribute, _ABSENT)
+        return self.undefined(obj=obj, name=attribute) if found is _ABSENT else found
 
 
 class ChatTemplate:
@@ -40,7 +54,7 @@ class ChatTemplate:
     """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str], now: Callable[[], datetime] = datetime.now) -> None:
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
+        environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
         environment.filters["tojson"] = _tojson
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = lambda form: now().strftime(form)

@@ -1,11 +1,13 @@
 """From request bodies to token ids, judged by transformers."""
 
+from collections import OrderedDict
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from penstock.prompt.bundle import PromptBundle
 from penstock.prompt.errors import PromptError
@@ -145,6 +147,17 @@ def test_templates_have_the_conventions_of_hugging_face() -> None:
     )
     template = ChatTemplate(source, {}, now=lambda: datetime(2031, 3, 4))
     assert template.render([{"content": "x"}, {"content": "y"}]) == '04 Mar 2031|{"b": "<é>", "a": 1}|x'
+
+
+@pytest.mark.parametrize("name", ["role", "content", "absent", "items", "get", "__class__", "__dict__", "_x", "real"])
+def test_fields_of_messages_are_found_as_jinja_finds_them(name: str) -> None:
+    message = {"role": "user", "content": None, "items": [1], "_x": 5}
+    jinja = ImmutableSandboxedEnvironment()
+    for value in (message, OrderedDict(message), "text", 7, [message]):
+        source = f"{{{{ messages.{name} is defined }}}} {{{{ messages.{name} is none }}}} {{{{ messages.{name} is callable }}}}"
+        expected = jinja.from_string(source).render(messages=value)
+        assert ChatTemplate(source, {}).render(value) == expected, value  # type: ignore[arg-type] - of any kind
+    assert ChatTemplate("{{ messages._x }}", {}).render(message) == "5"  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ mod hashing;
 mod index;
 mod messages;
 mod price;
+mod report;
 mod residency;
 mod text;
 mod wire;
@@ -131,10 +132,11 @@ fn chain<'py>(
 #[pymodule]
 fn penstock_gateway_native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     // Number of the interface in `penstock.gateway.picker.compiled`.
-    module.add("INTERFACE", 5)?;
+    module.add("INTERFACE", 6)?;
     module.add("VERSION", env!("CARGO_PKG_VERSION"))?;
     module.add("FIGURES", price::FIGURES)?;
     module.add_class::<index::ResidencyIndex>()?;
+    module.add_class::<report::ReportReader>()?;
     module.add_class::<text::TextHasher>()?;
     module.add_class::<wire::Wire>()?;
     module.add_function(wrap_pyfunction!(chain, module)?)?;

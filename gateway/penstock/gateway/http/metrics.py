@@ -1,13 +1,13 @@
 """The picker's metrics: its counters, and gauges read from its state at each scrape."""
 
-import functools
 import time
+from bisect import bisect_left
 from collections import Counter as Counts
 from collections.abc import Iterator, Sequence
 from importlib.metadata import version
 from itertools import accumulate
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client import CollectorRegistry, Counter
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -23,46 +23,81 @@ RESPONSE_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0
 PICK_BUCKETS = (0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.1)
 
 
-class PickerMetrics:
-    """Counted as it happens."""
+class _Times:
+    """A histogram of seconds."""
+
+    __slots__ = ("bounds", "counts", "sum")
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self.bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        """By bucket; the last has no upper bound."""
+        self.sum = 0.0
+
+    def observe(self, seconds: float) -> None:
+        self.counts[bisect_left(self.bounds, seconds)] += 1
+        self.sum += seconds
+
+    def add_to(self, family: HistogramMetricFamily, *labels: str) -> None:
+        family.add_metric(labels, _counts(self.bounds, self.counts), self.sum)
+
+
+class PickerMetrics(Collector):
+    """Counted as it happens, in plain numbers: each counter of the library takes a lock of its own for each request."""
 
     def __init__(self, registry: CollectorRegistry, outcomes: Outcomes) -> None:
         self._outcomes = outcomes
-        self.picks = Counter(metrics.PICKS, "Requests sent to a replica", ["pool", "policy"], registry=registry)
         self.refusals = Counter(
             metrics.PICK_REFUSALS, "Requests that the picker refused, by reason", ["reason"], registry=registry
         )
-        self.pick_seconds = Histogram(
-            metrics.PICK_SECONDS, "Seconds that a pick took, without tokenisation", buckets=PICK_BUCKETS, registry=registry
-        )
-        self.model_requests = Counter(
-            metrics.MODEL_REQUESTS, "Requests by serving model and status code", ["model", "code"], registry=registry
-        )
-        self.response_seconds = Histogram(
-            metrics.RESPONSE_SECONDS,
-            "Seconds from the complete request to the headers of a successful response: to the first token, if it is streamed",
-            ["model"],
-            buckets=RESPONSE_BUCKETS,
-            registry=registry,
-        )
-
-        # To find a metric by its labels costs the library more than to count.
-        self._picks = functools.cache(self.picks.labels)
-        self._requests = functools.cache(self.model_requests.labels)
-        self._seconds = functools.cache(self.response_seconds.labels)
+        self._picks: Counts[tuple[str, str]] = Counts()
+        """By pool and policy."""
+        self._pick_seconds = _Times(PICK_BUCKETS)
+        self._requests: Counts[tuple[str, str]] = Counts()
+        """By model and status code."""
+        self._response_seconds: dict[str, _Times] = {}
+        """By model."""
+        registry.register(self)
 
     def picked(self, pool: str, policy: str, seconds: float) -> None:
         """One request sent to a replica of `pool`, and how long the pick took."""
-        self._picks(pool, policy).inc()
-        self.pick_seconds.observe(seconds)
+        self._picks[pool, policy] += 1
+        self._pick_seconds.observe(seconds)
 
     def answered(self, model: str, code: str, seconds: float | None = None, *, streamed: bool = False) -> None:
         """One request for a model: the status it got, or why it got none; how long a good one took to begin, and whether that is
         the time to its first token."""
         self._outcomes.answered(model, code, seconds if streamed else None)
-        self._requests(model, code).inc()
+        self._requests[model, code] += 1
         if seconds is not None:
-            self._seconds(model).observe(seconds)
+            times = self._response_seconds.get(model)
+            if times is None:
+                times = self._response_seconds[model] = _Times(RESPONSE_BUCKETS)
+            times.observe(seconds)
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the metric families of one scrape."""
+        picks = CounterMetricFamily(metrics.PICKS, "Requests sent to a replica", labels=["pool", "policy"])
+        for labels, count in self._picks.items():
+            picks.add_metric(labels, count)
+        yield picks
+        pick_seconds = HistogramMetricFamily(metrics.PICK_SECONDS, "Seconds that a pick took, without tokenisation")
+        self._pick_seconds.add_to(pick_seconds)
+        yield pick_seconds
+        requests = CounterMetricFamily(
+            metrics.MODEL_REQUESTS, "Requests by serving model and status code", labels=["model", "code"]
+        )
+        for labels, count in self._requests.items():
+            requests.add_metric(labels, count)
+        yield requests
+        response_seconds = HistogramMetricFamily(
+            metrics.RESPONSE_SECONDS,
+            "Seconds from the complete request to the headers of a successful response: to the first token, if it is streamed",
+            labels=["model"],
+        )
+        for model, times in self._response_seconds.items():
+            times.add_to(response_seconds, model)
+        yield response_seconds
 
 
 class StateCollector(Collector):

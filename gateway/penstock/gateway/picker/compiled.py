@@ -17,7 +17,7 @@ from penstock.gateway.picker.figures import Figures, Floats
 from penstock.gateway.residency.index import MAX_BLOCKS, MAX_BLOCKS_PER_REPLICA, Knowledge, ResidencyIndex
 
 PACKAGE, MODULE = "penstock-gateway-native", "penstock_gateway_native"
-INTERFACE = 5
+INTERFACE = 6
 """Number of what follows; rises with each change of it. A package with another number is not used."""
 
 log = logging.getLogger(__name__)
@@ -81,6 +81,15 @@ class Wire(Protocol):
         ...
 
 
+class ReportReader(Protocol):
+    """Reads load reports."""
+
+    def read(self, value: str) -> tuple[Any, ...] | None:
+        """The fields of a report that an engine of ours has written as it writes them in TEXT, in the order in which
+        `LoadReport` has them. None for any other text, right or wrong, and where a figure is beyond bounds."""
+        ...
+
+
 class Compiled(Protocol):
     """What the package has. Arrays are contiguous; bytes stand for booleans."""
 
@@ -140,6 +149,20 @@ class Compiled(Protocol):
             notes: Their names; without the first there are none.
             served: Where a response's metadata says who answered.
             address: Where its attributes do.
+        """
+        ...
+
+    def ReportReader(
+        self, fields: Sequence[tuple[str, bool]], waiting: str, reasons: Sequence[str], place: int, beyond: float
+    ) -> ReportReader:
+        """What reads load reports.
+
+        Args:
+            fields: Names of the figures in order, and whether each is a whole number.
+            waiting: Name of the figure after them, which is counted by reason besides.
+            reasons: All that there are.
+            place: Where the counts by reason stand among the fields.
+            beyond: The least figure that no replica can have.
         """
         ...
 

@@ -5,13 +5,13 @@ import time
 from collections.abc import Mapping
 
 from penstock.api import headers, load_report
-from penstock.api.events import absurd
 from penstock.api.load_report import LoadReport, LoadReportError
 from penstock.gateway.extproc import answers
 from penstock.gateway.extproc.call import ResponseHead, Routed
 from penstock.gateway.flow.gate import FlowGate
 from penstock.gateway.http.metrics import PickerMetrics
 from penstock.gateway.load.foreign import from_orca
+from penstock.gateway.load.own_reports import OwnReports, sane
 from penstock.gateway.picker.candidates import ReplicaKey
 from penstock.gateway.picker.state import FleetState
 
@@ -28,6 +28,7 @@ class Respond:
         self._state = state
         self._gate = gate
         self._metrics = metrics
+        self._own_reports = OwnReports(state.compiled)
 
     def run(self, routed: Routed, head: ResponseHead) -> list[tuple[str, str]]:
         """Takes in the head of the response; returns headers to add to it."""
@@ -94,13 +95,10 @@ class Respond:
             return None
         try:
             if self._state.engine(key) == "penstock":
-                report = load_report.decode(value)
-            else:
-                heard = self._state.reports.get(key)
-                report = from_orca(heard.report if heard else None, load_report.decode_metrics(value))
-            if report is not None and (why := absurd(report)) is not None:
-                raise LoadReportError(why)
-            return report
+                return self._own_reports.read(value)
+            heard = self._state.reports.get(key)
+            report = from_orca(heard.report if heard else None, load_report.decode_metrics(value))
+            return None if report is None else sane(report)
         except LoadReportError as error:
             log.info("unreadable load report of %s: %s", head.served, error)
             return None

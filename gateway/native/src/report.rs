@@ -1,0 +1,130 @@
+//! Reads load reports as engines of ours write them on each response: `penstock.api.load_report`, whose `decode` is the statement.
+
+use pyo3::prelude::*;
+use pyo3::types::{PyDict, PyString, PyTuple};
+
+const BEGIN: &[u8] = b"TEXT application_utilization=";
+/// Digits of a whole number that a double holds.
+const MOST_WHOLE: usize = 15;
+/// Digits of a figure before its point, after it, and of its exponent.
+const MOST_DIGITS: (usize, usize, usize) = (17, 20, 3);
+
+/// The figures of a report, and the waiting requests by the numbers of their reasons.
+type Parsed = (Vec<f64>, Vec<(usize, u64)>);
+
+/// A figure's name with what stands around it.
+struct Field {
+    begin: Vec<u8>,
+    whole: bool,
+}
+
+/// Reads one engine's way to write; see `penstock.gateway.load.own_reports`.
+#[pyclass(frozen)]
+pub struct ReportReader {
+    fields: Vec<Field>,
+    /// Waiting requests stand among the fields at this place.
+    place: usize,
+    total: Vec<u8>,
+    reasons: Vec<(Vec<u8>, Py<PyString>)>,
+    beyond: f64,
+}
+
+fn item(name: &str) -> Vec<u8> {
+    format!(", named_metrics.{name}=").into_bytes()
+}
+
+#[pymethods]
+impl ReportReader {
+    /// `fields` are names of figures, and whether each is a whole number; see `penstock.gateway.picker.compiled.Compiled`.
+    #[new]
+    fn new(
+        fields: Vec<(String, bool)>,
+        waiting: &str,
+        reasons: Vec<Bound<'_, PyString>>,
+        place: usize,
+        beyond: f64,
+    ) -> PyResult<Self> {
+        let fields = fields.into_iter().map(|(name, whole)| Field { begin: item(&name), whole }).collect();
+        let reason = |it: Bound<'_, PyString>| Ok((item(&format!("{waiting}_by_reason.{}", it.to_str()?)), it.unbind()));
+        let reasons = reasons.into_iter().map(reason).collect::<PyResult<_>>()?;
+        Ok(ReportReader { fields, place, total: item(waiting), reasons, beyond })
+    }
+
+    /// The fields of a report in order; None for any other text, right or wrong, and for figures that no replica can have.
+    fn read<'py>(&self, py: Python<'py>, value: &str) -> PyResult<Option<Bound<'py, PyTuple>>> {
+        let Some((figures, waiting)) = self.parse(value.as_bytes()) else { return Ok(None) };
+        let counts = PyDict::new(py);
+        for (which, count) in waiting {
+            counts.set_item(&self.reasons[which].1, count)?;
+        }
+        let mut found = Vec::with_capacity(figures.len() + 1);
+        for (field, figure) in self.fields.iter().zip(figures) {
+            found.push(if field.whole {
+                (figure as u64).into_pyobject(py)?.into_any()
+            } else {
+                figure.into_pyobject(py)?.into_any()
+            });
+        }
+        found.insert(self.place.min(found.len()), counts.into_any());
+        PyTuple::new(py, found).map(Some)
+    }
+}
+
+impl ReportReader {
+    fn parse(&self, text: &[u8]) -> Option<Parsed> {
+        let (_, mut rest) = figure(text.strip_prefix(BEGIN)?)?;
+        let mut figures = Vec::with_capacity(self.fields.len());
+        for field in &self.fields {
+            let said = rest.strip_prefix(&field.begin[..])?;
+            let value;
+            (value, rest) = if field.whole { whole(said).map(|(count, rest)| (count as f64, rest))? } else { figure(said)? };
+            if value >= self.beyond {
+                return None;
+            }
+            figures.push(value);
+        }
+        (_, rest) = whole(rest.strip_prefix(&self.total[..])?)?;
+        let mut waiting: Vec<(usize, u64)> = Vec::new();
+        while !rest.is_empty() {
+            let (which, said) =
+                self.reasons.iter().enumerate().find_map(|(at, (begin, _))| Some((at, rest.strip_prefix(&begin[..])?)))?;
+            let count;
+            (count, rest) = whole(said)?;
+            if said[0] == b'0' || count as f64 >= self.beyond || waiting.iter().any(|&(other, _)| other == which) {
+                return None;
+            }
+            waiting.push((which, count));
+        }
+        Some((figures, waiting))
+    }
+}
+
+/// How many digits `text` begins with.
+fn digits(text: &[u8]) -> usize {
+    text.iter().take_while(|byte| byte.is_ascii_digit()).count()
+}
+
+fn whole(text: &[u8]) -> Option<(u64, &[u8])> {
+    let count = digits(text);
+    if !(1..=MOST_WHOLE).contains(&count) {
+        return None;
+    }
+    let (number, rest) = text.split_at(count);
+    Some((number.iter().fold(0, |sum, digit| 10 * sum + u64::from(digit - b'0')), rest))
+}
+
+fn figure(text: &[u8]) -> Option<(f64, &[u8])> {
+    let mut end = digits(text);
+    if !(1..=MOST_DIGITS.0).contains(&end) {
+        return None;
+    }
+    let part = |from: usize, begin: &[u8], most: usize| match text[from..].strip_prefix(begin).map(digits) {
+        Some(count) if (1..=most).contains(&count) => Some(from + begin.len() + count),
+        Some(_) => None,
+        None => Some(from),
+    };
+    end = part(end, b".", MOST_DIGITS.1)?;
+    end = part(end, b"e-", MOST_DIGITS.2)?;
+    let (number, rest) = text.split_at(end);
+    Some((std::str::from_utf8(number).ok()?.parse().ok()?, rest))
+}

@@ -1,0 +1,36 @@
+"""The load reports of our own engines, which come with each response."""
+
+import msgspec
+
+from penstock.api import load_report
+from penstock.api.events import BEYOND, absurd
+from penstock.api.load_report import FIGURES, WAITING, WAITING_REASONS, LoadReport, LoadReportError
+from penstock.gateway.picker.compiled import Compiled
+
+
+class OwnReports:
+    """Reads them.
+
+    Args:
+        compiled: What reads them as our engines write them; None: Python. Others, and those that are wrong, are always Python's.
+    """
+
+    def __init__(self, compiled: Compiled | None) -> None:
+        self._read = None
+        if compiled is not None:
+            figures = [(name, kind is int) for name, kind in FIGURES]
+            place = [field.name for field in msgspec.structs.fields(LoadReport)].index(WAITING)
+            self._read = compiled.ReportReader(figures, WAITING, WAITING_REASONS, place, BEYOND).read
+
+    def read(self, value: str) -> LoadReport:
+        """The report in a header's value; raises `LoadReportError` where there is none, or none that a replica can send."""
+        if self._read is not None and (found := self._read(value)) is not None:
+            return LoadReport(*found)
+        return sane(load_report.decode(value))
+
+
+def sane(report: LoadReport) -> LoadReport:
+    """The report; raises `LoadReportError` for figures that no replica can have."""
+    if (why := absurd(report)) is not None:
+        raise LoadReportError(why)
+    return report
