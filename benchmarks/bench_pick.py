@@ -104,7 +104,7 @@ def pick_of(state: FleetState, hashes: list[bytes]) -> float:
     """Microseconds from a prompt's hashes to the choice."""
     prompt = Prompt(PROMPT_BLOCKS * BLOCK + 1, tuple(hashes))
     request = RequestView(id="r", path="", model="m", prompts=(prompt,), block_size=BLOCK)
-    return microseconds(lambda: choose(state.slates.of(MODEL, request, 0.5), "Cost"))
+    return microseconds(lambda: state.picks.of(MODEL, request, 0.5))
 
 
 def main() -> None:

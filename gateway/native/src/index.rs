@@ -1,5 +1,7 @@
 //! The residency index as Python sees it: `penstock.gateway.residency.index.ResidencyIndex`, method by method.
 
+use std::cell::Cell;
+
 use pyo3::buffer::PyBuffer;
 use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
@@ -24,12 +26,39 @@ pub struct ResidencyIndex {
 fn names(hashes: &Bound<'_, PyAny>) -> PyResult<Vec<Hash>> {
     let mut found = Vec::with_capacity(hashes.len().unwrap_or(0));
     for hash in hashes.try_iter()? {
-        found.push(name(hash?.cast::<PyBytes>().map_err(|_| PyTypeError::new_err("a block's hash must be bytes"))?.as_bytes()));
+        found.push(named(&hash?)?);
     }
     Ok(found)
 }
 
+fn named(hash: &Bound<'_, PyAny>) -> PyResult<Hash> {
+    Ok(name(hash.cast::<PyBytes>().map_err(|_| PyTypeError::new_err("a block's hash must be bytes"))?.as_bytes()))
+}
+
 impl ResidencyIndex {
+    /// Adds to `tokens`, one a row, what each row's cache would supply of a prompt; reads no names behind those that anybody caches.
+    pub fn add_to(
+        &self,
+        hashes: &Bound<'_, PyAny>,
+        most: usize,
+        block_size: usize,
+        rows: &[Cell<i64>],
+        tokens: &[Cell<f64>],
+    ) -> PyResult<()> {
+        let mut wrong = None;
+        let names =
+            hashes.try_iter()?.map_while(|hash| hash.and_then(|hash| named(&hash)).map_err(|error| wrong = Some(error)).ok());
+        self.blocks.walk(names, |bits, depth| {
+            for bit in ones(bits) {
+                let row = rows.get(bit).map_or(-1, Cell::get);
+                if let Some(cell) = usize::try_from(row).ok().and_then(|row| tokens.get(row)) {
+                    cell.set(cell.get() + (depth.min(most) * block_size) as f64);
+                }
+            }
+        });
+        wrong.map_or(Ok(()), Err)
+    }
+
     fn bit(&self, key: &Bound<'_, PyAny>) -> PyResult<Option<usize>> {
         self.bits.bind(key.py()).get_item(key)?.map(|bit| bit.extract()).transpose()
     }
@@ -196,15 +225,6 @@ impl ResidencyIndex {
         rows: PyBuffer<i64>,
         tokens: PyBuffer<f64>,
     ) -> PyResult<()> {
-        let (rows, tokens) = (cells(py, &rows)?, writable(py, &tokens)?);
-        self.blocks.walk(names(hashes)?.into_iter(), |bits, depth| {
-            for bit in ones(bits) {
-                let row = rows.get(bit).map_or(-1, |row| row.get());
-                if let Some(cell) = usize::try_from(row).ok().and_then(|row| tokens.get(row)) {
-                    cell.set(cell.get() + (depth.min(most) * block_size) as f64);
-                }
-            }
-        });
-        Ok(())
+        self.add_to(hashes, most, block_size, cells(py, &rows)?, writable(py, &tokens)?)
     }
 }

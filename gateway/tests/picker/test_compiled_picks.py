@@ -13,7 +13,7 @@ from penstock.api.events import AllBlocksCleared, BlockRemoved, BlockStored
 from penstock.api.fleet import Fleet, Model, Pool, Replica
 from penstock.api.load_report import LoadReport
 from penstock.gateway.picker.candidates import ReplicaKey
-from penstock.gateway.picker.choice import Choice, choose
+from penstock.gateway.picker.choice import Choice
 from penstock.gateway.picker.compiled import MODULE, index_of, installed
 from penstock.gateway.picker.figures import Figures, Rates
 from penstock.gateway.picker.folded import Folded
@@ -99,10 +99,10 @@ class World:
         # What only some can compare, and an excluded one.
         among = None if rng.random() < 0.8 else frozenset(self._key() for _ in range(3))
         excluded = [self._key()] if self._count > 1 and rng.random() < 0.1 else ()
-        slate = state.slates.of(MODEL, asked, self.now, comparable=among, excluded=excluded)
-        if not slate.candidates:
-            slate = state.slates.of(MODEL, msgspec.structs.replace(asked, adapter=None), self.now, comparable=among)
-        choice = choose(slate, "Cost")
+        choice = state.picks.of(MODEL, asked, self.now, comparable=among, excluded=excluded)
+        if choice is None:
+            choice = state.picks.of(MODEL, msgspec.structs.replace(asked, adapter=None), self.now, comparable=among)
+        assert choice is not None
         state.slates.picked(MODEL)
         state.routed(MODEL, asked, choice.key, choice.resident_tokens, self.now, choice.ttft_s)
         self._booked.append(state.book(asked, choice.key, choice.resident_tokens, self.now))
@@ -159,6 +159,30 @@ def test_the_same_history_has_the_same_picks(seed: int) -> None:
     assert (first.entries, first.dropped, len(first)) == (second.entries, second.dropped, len(second))
 
 
+def test_usual_picks_are_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_steps(*_: object, **__: object) -> Choice:
+        raise NotImplementedError
+
+    monkeypatch.setattr("penstock.gateway.picker.picks.choose", no_steps)
+    state, asked = FleetState(compiled=COMPILED), RequestView(id="q", path="", model="m", prompts=(Prompt(40),))
+    replicas = [
+        Replica(uid=f"u{n}", name="r", pool="b/m/p", host=f"10.0.0.{n}", port=8000, events_port=1, replay_port=1, ready=n > 0)
+        for n in range(3)
+    ]
+    state.update(Fleet(models=[MODEL], pools=[Pool(id="b/m/p", model=MODEL.id)], replicas=replicas))
+    choice = state.picks.of(MODEL, asked, 0.0)
+    assert choice is not None and sorted(choice.rows) == [1, 2]
+    images = Prompt(40, images=((1, 1),))
+    for prompts in ((Prompt(40),) * 2, (images,)):
+        with pytest.raises(NotImplementedError):
+            state.picks.of(MODEL, msgspec.structs.replace(asked, prompts=prompts), 0.0)
+    assert state.picks.of(MODEL, msgspec.structs.replace(asked, adapter="a"), 0.0) is None, "nobody has the adapter"
+    with pytest.raises(NotImplementedError):
+        state.picks.of(msgspec.structs.replace(MODEL, policy="LeastRequest"), asked, 0.0)
+    with pytest.raises(NotImplementedError):
+        state.picks.of(MODEL, asked, 0.0, excluded=[ReplicaKey("u1", 8000)])
+
+
 def test_another_hash_than_ours_is_a_name_too() -> None:
     key, short, long = ReplicaKey("u", 1), b"x", b"y" * 40
     index = index_of(COMPILED)
@@ -175,12 +199,12 @@ def test_what_is_no_block_or_no_array_is_refused() -> None:
     assert not index.blocks(key), "nothing of it was taken"
     table, folded = np.zeros((30, 3)), np.zeros((12, 3))
     with pytest.raises(ValueError, match=r"a table of 30 columns has the shape \[29, 3\]"):
-        COMPILED.fold(table[1:], 0.0, 0.0, 0.0, 0.0, 16, 0.0, None, folded)
+        COMPILED.fold(table[1:], (0.0, 0.0, 0.0, 0.0), 16, 0.0, None, folded)
     with pytest.raises(ValueError, match="there is no row 3"):
-        COMPILED.fold(table, 0.0, 0.0, 0.0, 0.0, 16, 0.0, [3], folded)
+        COMPILED.fold(table, (0.0, 0.0, 0.0, 0.0), 16, 0.0, [3], folded)
     folded.flags.writeable = False
     with pytest.raises(ValueError, match="read-only"):
-        COMPILED.fold(table, 0.0, 0.0, 0.0, 0.0, 16, 0.0, None, folded)
+        COMPILED.fold(table, (0.0, 0.0, 0.0, 0.0), 16, 0.0, None, folded)
     with pytest.raises(ValueError, match="not 3 rows"):
         none = None
         COMPILED.rank(folded, table, np.zeros(2), 1, 1, np.zeros(3, np.uint64), 1, 0.02, 10, none, none, none, none)

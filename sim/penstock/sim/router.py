@@ -7,7 +7,6 @@ from penstock.api.fleet import Fleet, Model, Pool, Replica
 from penstock.api.load_report import LoadReport
 from penstock.gateway.picker.bookings import Booking
 from penstock.gateway.picker.candidates import key_of
-from penstock.gateway.picker.choice import choose
 from penstock.gateway.picker.request import Prompt, RequestView
 from penstock.gateway.picker.state import FleetState
 from penstock.sim.feed import TalkingReplica
@@ -71,7 +70,8 @@ class GatewayRouter:
             prompts=(Prompt(request.prompt_tokens, request.blocks),),
             block_size=self._block_size,
         )
-        choice = choose(self.state.slates.of(self._model, view, now), self._model.policy)
+        choice = self.state.picks.of(self._model, view, now)
+        assert choice is not None, "a fleet whose replicas are all ready"
         self.state.slates.picked(self._model)
         self.state.routed(self._model, view, choice.key, choice.resident_tokens, now, choice.ttft_s)
         self._booking = self.state.book(view, choice.key, choice.resident_tokens, now)

@@ -276,8 +276,11 @@ class Columns:
 
     def folded(self, now: float, block_size: int) -> Floats:
         """What a pick for prompts in blocks of `block_size` costs; see `Folded`."""
-        rates = self.rates(now)
-        return self._folded.table(self.table, rates, block_size, now)
+        return self._folded.table(self.table, self.rates(now), block_size, now)
+
+    def to_fold(self, rates: Rates, block_size: int) -> tuple[Floats, list[int] | None]:
+        """See `Folded.due`."""
+        return self._folded.due(self.table, rates, block_size)
 
     def _measure(self, now: float) -> Rates:
         f = self.figures

@@ -8,13 +8,11 @@ replica's
 events have reported the blocks.
 """
 
-from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from typing import Final
 
 from penstock.gateway.picker.bookings import Booking, Bookings
 from penstock.gateway.picker.candidates import ReplicaKey
-from penstock.gateway.picker.figures import Floats
 from penstock.gateway.picker.request import Prompt
 
 KEPT: Final = 16_384
@@ -47,7 +45,7 @@ class Coming:
     def __init__(self, bookings: Bookings) -> None:
         self._prompts: dict[Booking, _Prompt] = {}
         self._by_first: dict[bytes, dict[tuple[ReplicaKey, bytes, int], _Prompt]] = {}
-        self._depths: Counter[int] = Counter()
+        self._depths: dict[int, int] = {}
         """How many prompts start to compute at each position."""
         bookings.ended.append(lambda booking, by: self._forget(booking))
         bookings.moved.append(self._move)
@@ -69,7 +67,7 @@ class Coming:
         same = self._by_first.setdefault(hashes[depth], {})
         if prompt.name not in same:
             same[prompt.name] = prompt
-            self._depths[depth] += 1
+            self._depths[depth] = self._depths.get(depth, 0) + 1
         prompt = self._prompts[booking] = same[prompt.name]
         prompt.bookings += 1
 
@@ -80,18 +78,16 @@ class Coming:
             self._forget(booking)
             self._file(booking, prompt.hashes, prompt.depth)
 
-    def add_to(
+    def found(
         self,
-        tokens: Floats,
         prompt: Prompt,
         block_size: int,
         rows: Mapping[ReplicaKey, int],
         among: Collection[ReplicaKey] | None,
-    ) -> None:
-        """Raises `tokens`, those of `prompt` that each row's cache would supply, to what it will have when its turn comes.
+    ) -> list[tuple[int, float]]:
+        """Rows, and the tokens of `prompt` that the cache of each will have when its turn comes; a row may occur several times.
 
         Args:
-            tokens: float64 [rows]; changed in place.
             prompt: The only one of its request.
             block_size: Tokens in a block of its.
             rows: The row of each replica.
@@ -99,12 +95,13 @@ class Coming:
         """
         hashes = prompt.block_hashes
         most = (prompt.tokens - 1) // block_size
+        found: list[tuple[int, float]] = []
         for depth in self._depths:
             for other in self._by_first.get(hashes[depth], {}).values() if depth < len(hashes) else ():
                 key = other.key
                 if key in rows and (among is None or key in among):
-                    supplied = min(_shared(hashes, other.hashes, depth + 1), most) * block_size
-                    tokens[rows[key]] = max(tokens[rows[key]], supplied)
+                    found.append((rows[key], float(min(_shared(hashes, other.hashes, depth + 1), most) * block_size)))
+        return found
 
     def _forget(self, booking: Booking) -> None:
         prompt = self._prompts.pop(booking, None)

@@ -13,11 +13,11 @@ from typing import Any, Protocol, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.gateway.picker.figures import Figures, Floats
+from penstock.gateway.picker.figures import Figures, Floats, Rows
 from penstock.gateway.residency.index import MAX_BLOCKS, MAX_BLOCKS_PER_REPLICA, Knowledge, ResidencyIndex
 
 PACKAGE, MODULE = "penstock-gateway-native", "penstock_gateway_native"
-INTERFACE = 6
+INTERFACE = 7
 """Number of what follows; rises with each change of it. A package with another number is not used."""
 
 log = logging.getLogger(__name__)
@@ -81,6 +81,10 @@ class Wire(Protocol):
         ...
 
 
+CommonRates = tuple[float, float, float, float]
+"""Of `Rates` the queue, the inter-token time and the output tokens; and `penstock.gateway.picker.price.crowding`."""
+
+
 class ReportReader(Protocol):
     """Reads load reports."""
 
@@ -98,10 +102,7 @@ class Compiled(Protocol):
     def fold(
         self,
         figures: Floats,
-        queue_s: float,
-        itl_s: float,
-        output_tokens: float,
-        crowding: float,
+        rates: CommonRates,
         block_size: int,
         now: float,
         rows: Sequence[int] | None,
@@ -128,6 +129,46 @@ class Compiled(Protocol):
     ) -> tuple[list[int], list[float], float, float]:
         """The best `most` rows in order, their scores, the score up to which they are equal (`limit` where that is given), and
         the seconds until the first token that the first of them promises."""
+        ...
+
+    def pick(
+        self,
+        index: ResidencyIndex,
+        hashes: Sequence[bytes],
+        most_blocks: int,
+        block_size: int,
+        rows_by_bit: Rows,
+        among: NDArray[np.uint8] | None,
+        coming: Sequence[tuple[int, float]],
+        resident: Floats,
+        figures: Floats,
+        folded: Floats,
+        rates: CommonRates,
+        now: float,
+        changed: Sequence[int] | None,
+        prompt_tokens: int,
+        tokens: int,
+        seeds: NDArray[np.uint64],
+        word: int,
+        tolerance: float,
+        most: int,
+        may: NDArray[np.uint8] | None,
+    ) -> tuple[list[int], list[float], float, float]:
+        """What `rank` returns for a request with one prompt, after `index` was asked what the caches have of it, and the rows
+        `changed` were folded.
+
+        Args:
+            index: A compiled one.
+            hashes: Those of the prompt.
+            most_blocks: Blocks that count at most.
+            block_size: Tokens in a block.
+            rows_by_bit: As in `ResidencyIndex.add_tokens`.
+            among: The rows whose caches count; None: all.
+            coming: Rows, and the prompt tokens that each will have.
+            resident: Zeros; gets the prompt tokens that each row has.
+            figures: As in `fold`, as `folded`, `rates` and `now`.
+            changed: The rows to fold first; None: all.
+        """
         ...
 
     def chain(self, parent: bytes, tokens: "array[int]", block_size: int, every: bytes, first: bytes) -> list[bytes]:

@@ -63,9 +63,9 @@ class Estimate(NamedTuple):
         return (self.ttft_s + self.others_s) * correction + tokens * self.itl_s
 
 
-def horizon(slate: Slate) -> int:
-    """Tokens whose inter-token time counts."""
-    return HORIZON_TOKENS if slate.max_tokens is None else min(HORIZON_TOKENS, slate.max_tokens)
+def horizon(max_tokens: int | None) -> int:
+    """Tokens whose inter-token time counts for a request that wants so many at most."""
+    return HORIZON_TOKENS if max_tokens is None else min(HORIZON_TOKENS, max_tokens)
 
 
 def cost_s(slate: Slate) -> Floats:
@@ -73,7 +73,7 @@ def cost_s(slate: Slate) -> Floats:
     kept."""
     folded, fresh = slate.columns.folded(slate.now, slate.block_size), slate.prompt_tokens - slate.resident
     other_s = None if slate.other_s is None else slate.other_s * slate.figures.correction
-    return costs(folded, fresh, horizon(slate), other_s)
+    return costs(folded, fresh, horizon(slate.max_tokens), other_s)
 
 
 def folded_of(slate: Slate) -> Floats:

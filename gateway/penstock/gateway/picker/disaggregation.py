@@ -110,7 +110,8 @@ def join(decode: Slate, prefill: Slate) -> Joint:
     local_s = here.queue_s + here.booked_s + here.prefill_s + here.encoder_s + here.crowding_s + _stall_s(decode, here)
     remote_s = best_s + transfer_s
     pays = comparable & room & (fresh >= RECOMPUTE_TOKENS) & (remote_s < local_s)
-    both = here.capacity_s + here.lora_s + here.eviction_s + here.preemption_s + here.uncertainty_s + horizon(decode) * here.itl_s
+    horizon_s = horizon(decode.max_tokens) * here.itl_s
+    both = here.capacity_s + here.lora_s + here.eviction_s + here.preemption_s + here.uncertainty_s + horizon_s
     return Joint(
         score=np.where(pays, remote_s, local_s) + both,
         prefill_row=np.where(pays, best_row, -1),

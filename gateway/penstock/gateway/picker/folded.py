@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.gateway.picker.compiled import Compiled
+from penstock.gateway.picker.compiled import CommonRates, Compiled
 from penstock.gateway.picker.figures import Figures, Floats, Rates
 from penstock.gateway.picker.price import EVICTION, Most, crowding, price
 
@@ -49,26 +49,39 @@ class Folded:
             block_size: Tokens in a block of the request's prompts.
             now: The age of reports counts from the last change of a row, or of the rates.
         """
+        table, rows = self.due(figures, rates, block_size)
+        if rows is None or rows:
+            self._fold(figures, rates, block_size, now, rows)
+        return table
+
+    def due(self, figures: Floats, rates: Rates, block_size: int) -> tuple[Floats, list[int] | None]:
+        """The table, and the rows that whoever asks must fold before anybody reads it; None: all of them."""
         if self._of is None or self._of[0] is not rates or self._of[1] != block_size or len(self.changed) > _FEW:
             self._of = rates, block_size
             self._table = np.empty((_CROWDING + 1, figures.shape[1]))
-            self._fold(figures, rates, block_size, now, None)
-        elif self.changed:
-            self._fold(figures, rates, block_size, now, list(self.changed))
+            self.changed.clear()
+            return self._table, None
+        if not self.changed:
+            return self._table, []
+        rows = list(self.changed)
         self.changed.clear()
-        return self._table
+        return self._table, rows
 
     def _fold(self, figures: Floats, rates: Rates, block_size: int, now: float, rows: list[int] | None) -> None:
         """Folds `rows` of the table anew; None: all."""
         if self._compiled is not None:
-            common = rates.queue_s, rates.itl_s, rates.output_tokens, crowding(rates)
-            self._compiled.fold(figures, *common, block_size, now, rows, self._table)
+            self._compiled.fold(figures, common(rates), block_size, now, rows, self._table)
         elif rows is None:
             for number, values in enumerate(_fold(Figures(*figures), rates, block_size, now, np.maximum)):
                 self._table[number] = values
         else:
             for row in rows:
                 self._table[:, row] = _fold(Figures(*figures[:, row].tolist()), rates, block_size, now, max)
+
+
+def common(rates: Rates) -> CommonRates:
+    """The rates as the compiled parts take them."""
+    return rates.queue_s, rates.itl_s, rates.output_tokens, crowding(rates)
 
 
 def first_s(table: Floats, fresh: Any) -> Floats:

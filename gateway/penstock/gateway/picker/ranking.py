@@ -57,7 +57,7 @@ class ByCompiledPrice:
             slate.table,
             slate.resident,
             slate.prompt_tokens,
-            horizon(slate),
+            horizon(slate.max_tokens),
             slate.seeds,
             slate.word(),
             self._tolerance,

@@ -18,13 +18,14 @@ class Resident:
 
     def __init__(self, residency: ResidencyIndex, tiers: Tiers, columns: Columns) -> None:
         self._columns = columns
-        self._cached = ResidentColumn(residency, columns)
+        self.in_cache = ResidentColumn(residency, columns)
+        """The look-up in the index of the KV caches."""
         self._tiers = tiers
         self._in_tiers: dict[Medium, ResidentColumn] = {}
 
     def cached(self, request: RequestView, comparable: Collection[ReplicaKey] | None) -> Floats:
         """Prompt tokens by row that the KV caches would supply; see `Slates.of` for the arguments. float64 [rows]."""
-        return self._found(self._cached, request, comparable)
+        return self._found(self.in_cache, request, comparable)
 
     def with_tiers(
         self,
@@ -83,7 +84,7 @@ class ResidentColumn:
             block_size: Tokens in a block of theirs.
             among: The replicas whose caches their hashes can be found in; None: all.
         """
-        rows = self._rows_by_bit()
+        rows = self.rows_by_bit()
         tokens = np.zeros(len(self._columns.replicas) + 1)  # the last for replicas that are not the model's
         for prompt in prompts:
             if not prompt.block_hashes:
@@ -91,11 +92,11 @@ class ResidentColumn:
             most = (prompt.tokens - 1) // block_size
             self.residency.add_tokens(prompt.block_hashes, most, block_size, rows, tokens)
         known = tokens[:-1]
-        if among is not None and (mask := self._mask(among)) is not None:
+        if among is not None and (mask := self.mask(among)) is not None:
             known *= mask
         return known
 
-    def _mask(self, keys: Collection[ReplicaKey]) -> Bools | None:
+    def mask(self, keys: Collection[ReplicaKey]) -> Bools | None:
         """The rows of `keys`, worked out once as long as the same collection comes; None where they are all of them."""
         if self._masked is None or self._masked[0] is not keys or self._masked[1] != self._columns.version:
             rows = self._columns.rows
@@ -104,7 +105,8 @@ class ResidentColumn:
             self._masked = keys, self._columns.version, None if mask.all() else mask
         return self._masked[2]
 
-    def _rows_by_bit(self) -> Rows:
+    def rows_by_bit(self) -> Rows:
+        """The row that each bit of the index means."""
         of = self.residency.version, self._columns.version
         if self._of != of:
             self._of = of

@@ -81,8 +81,8 @@ class Slate(NamedTuple):
         return lots
 
     def word(self) -> int:
-        """What the request's lots are drawn from: 64 bits."""
-        return crc32(self.request_id.encode()) * _SPREAD & _WORD
+        """See `word_of`."""
+        return word_of(self.request_id)
 
     def kept(self, rows: list[int], table: Floats) -> "Slate":
         """Return the slate of `rows` only, in that order, with `table` as their figures."""
@@ -100,6 +100,11 @@ class Slate(NamedTuple):
             replicas=[self.replicas[row] for row in rows],
             endpoints=[self.endpoints[row] for row in rows],
         )
+
+
+def word_of(request_id: str) -> int:
+    """What a request's lots are drawn from: 64 bits."""
+    return crc32(request_id.encode()) * _SPREAD & _WORD
 
 
 def slate_of(

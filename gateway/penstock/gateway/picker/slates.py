@@ -14,7 +14,7 @@ from penstock.gateway.picker.compiled import Compiled
 from penstock.gateway.picker.figures import Floats
 from penstock.gateway.picker.places import Places
 from penstock.gateway.picker.request import RequestView
-from penstock.gateway.picker.resident import Resident
+from penstock.gateway.picker.resident import Resident, ResidentColumn
 from penstock.gateway.picker.slate import Slate, slate_of
 from penstock.gateway.picker.subset import Subset
 from penstock.gateway.residency.index import ResidencyIndex
@@ -58,6 +58,14 @@ class Slates:
         """Counts the picks of a model."""
         self._turns[model.id] = self._turns.get(model.id, 0) + 1
 
+    def turn(self, model: Model) -> int:
+        """How many picks of a model there have been."""
+        return self._turns.get(model.id, 0)
+
+    def cached(self, columns: Columns) -> ResidentColumn:
+        """The look-up in what the KV caches of these replicas hold."""
+        return self._resident[columns].in_cache
+
     def of(
         self,
         model: Model,
@@ -80,7 +88,7 @@ class Slates:
         """
         columns = self._places.answering.get(model.id) or Columns(self._compiled)
         resident, found = self._resident_tokens(columns, request, comparable)
-        eligible, turn = columns.eligible(subset, excluded, _loaded(model, request.adapter)), self._turns.get(model.id, 0)
+        eligible, turn = columns.eligible(subset, excluded, _loaded(model, request.adapter)), self.turn(model)
         return slate_of(request, columns, eligible, resident, now, turn, model.weights, found=found)
 
     def of_prefill(
@@ -98,7 +106,7 @@ class Slates:
         if columns is None or not columns.open_count or (adapter is not None and not columns.able(adapter).any()):
             return None
         resident, found = self._resident_tokens(columns, request, comparable)
-        eligible, turn = columns.eligible(subset, (), adapter), self._turns.get(model.id, 0)
+        eligible, turn = columns.eligible(subset, (), adapter), self.turn(model)
         return slate_of(request, columns, eligible, resident, now, turn, model.weights, found=found)
 
     def lacks(self, model: Model, adapter: str | None) -> bool:
@@ -118,9 +126,11 @@ class Slates:
         of_model = self._resident[columns]
         tokens = of_model.cached(request, comparable)
         if len(request.prompts) == 1 and self._coming:
-            self._coming.add_to(tokens, request.prompts[0], request.block_size, columns.rows, comparable)
+            found = self._coming.found(request.prompts[0], request.block_size, columns.rows, comparable)
             for space in request.elsewhere:
-                self._coming.add_to(tokens, space.prompts[0], space.block_size, columns.rows, space.replicas)
+                found += self._coming.found(space.prompts[0], space.block_size, columns.rows, space.replicas)
+            for row, supplied in found:
+                tokens[row] = max(tokens[row], supplied)
         return of_model.with_tiers(tokens, request, comparable, self._load_cost)
 
     def _load_cost(self, key: ReplicaKey, medium: Medium) -> float:

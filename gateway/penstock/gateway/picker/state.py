@@ -16,6 +16,7 @@ from penstock.gateway.picker.coming import Coming
 from penstock.gateway.picker.compiled import Compiled, index_of
 from penstock.gateway.picker.directory import Directory
 from penstock.gateway.picker.outliers import Outliers
+from penstock.gateway.picker.picks import Picks
 from penstock.gateway.picker.places import Places
 from penstock.gateway.picker.request import RequestView
 from penstock.gateway.picker.slates import Slates
@@ -48,6 +49,7 @@ class FleetState:
         self.bookings = Bookings(self._places.booked, self._places.left)
         self._coming = Coming(self.bookings)
         self.slates = Slates(self._places, self.residency, self.tiers, self._coming, self.reports, compiled)
+        self.picks = Picks(self._places, self.slates, self.tiers, self._coming, compiled)
         self.held: dict[str, int] = {}
         """Requests held by model id."""
         self.outcomes = Outcomes()

@@ -47,6 +47,10 @@ class Tiers:
         self._within: dict[Medium, ResidencyIndex] = {}
         """By tier, what can be found in it, in the tiers before it or in the KV cache."""
 
+    def __bool__(self) -> bool:
+        """Whether any replica has a tier."""
+        return bool(self._within)
+
     def indexes(self) -> Iterator[tuple[Medium, ResidencyIndex]]:
         """Return the tiers that any replica has, the nearest first, with what can be found within each."""
         return ((medium, self._within[medium]) for medium in MEDIA if medium in self._within)

@@ -15,7 +15,7 @@ from penstock.gateway.extproc.underway import Underway
 from penstock.gateway.http.metrics import PickerMetrics
 from penstock.gateway.picker.bookings import Booking
 from penstock.gateway.picker.candidates import key_of
-from penstock.gateway.picker.choice import Choice, choose
+from penstock.gateway.picker.choice import Choice
 from penstock.gateway.picker.request import RequestView
 from penstock.gateway.picker.state import FleetState
 from penstock.prompt.processor import EMBEDDINGS_PATH
@@ -43,16 +43,14 @@ class Pick:
         call, model, tokens, state = passage.call, passage.model, passage.tokens, self._state
         decided = time.monotonic()
         request = _view(passage)
-        slate = state.slates.of(model, request, decided, subset=passage.subset, comparable=tokens.comparable)
-        if not slate.candidates:
+        choice = state.picks.of(model, request, decided, subset=passage.subset, comparable=tokens.comparable)
+        if choice is None:
             if passage.subset is not None:
                 which = "" if passage.adapter is None else f" with adapter {passage.adapter!r}"
                 message = f"model {model.name!r} has no ready replica{which} that the gateway allows; try again later"
                 raise Refused(503, message, "no_ready_replica", retry_after_s=SUBSET_RETRY_S)
             return None
-        prefill = state.slates.of_prefill(model, request, decided, subset=passage.subset, comparable=tokens.comparable)
         body = _renamed(passage)
-        choice = choose(slate, model.policy, passage.subset, prefill=prefill)
         state.slates.picked(model)
         state.routed(model, request, choice.key, choice.resident_tokens, decided, choice.ttft_s)
         pool, hop = choice.replica.pool, choice.hop
