@@ -49,7 +49,7 @@ NATIVE := $(VENV)/.native
 .PHONY: native
 native: $(NATIVE) ## build the compiled parts of the gateway (gateway/native, needs cargo), and install them into .venv
 $(NATIVE): gateway/native/Cargo.toml gateway/native/Cargo.lock gateway/native/pyproject.toml requirements/native.txt \
-		$(wildcard gateway/native/src/*.rs) | $(SETUP)
+		$(wildcard gateway/native/src/*.rs gateway/native/src/*/*.rs) | $(SETUP)
 	@command -v cargo > /dev/null || { echo "cargo is not installed: picks are made in Python (docs/gateway/native.md)" >&2; exit 1; }
 	@echo "==> building penstock-gateway-native"
 	@$(UV) pip install --quiet --python $(BIN)/python --no-deps --reinstall --build-constraints requirements/native.txt ./gateway/native

@@ -263,7 +263,7 @@ def through(server: Server, body: bytes = BODY, *, traced: bool = False, distinc
     return play
 
 
-def protocol_alone() -> Play:
+def protocol_alone(compiled: Compiled | None = None) -> Play:
     """The bytes of the answers, made before."""
     answers = [bytes(420), bytes(len(BODY) + 20)]
 
@@ -274,7 +274,7 @@ def protocol_alone() -> Play:
             await context.write(answers[0])
             await context.write(answers[1])
 
-    server = Server(2**25)
+    server = Server(2**25, compiled=compiled)
     handlers = {"Process": grpc.stream_stream_rpc_method_handler(process, bytes, bytes)}
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(PATH.split("/")[1], handlers),))
     return through(server)
@@ -357,7 +357,7 @@ class Decided:
 
 def messages(compiled: Compiled | None = None) -> Play:
     """ext_proc's messages, without a decision."""
-    server = Server(2**25)
+    server = Server(2**25, compiled=compiled)
     ExtProcService(Decided(), wire=wire_of(compiled)).add_to(server)
     return through(server)
 
@@ -428,7 +428,7 @@ def decision(
         running = RequestView(id=f"open-{number}", path="", model="m", prompts=counted.prompts)
         state.bookings.responded(state.book(running, key, 0, time.monotonic()), (1, FIRST), time.monotonic())
         state.reported(key, REPORT, time.monotonic())
-    server = Server(2**25)
+    server = Server(2**25, compiled=compiled)
     gateway._extproc.add_to(server)
     play = through(server, body, traced=traced, distinct=distinct)
 
@@ -445,7 +445,7 @@ async def measure(rounds: int, only: str, shares: Shares | None = None) -> list[
     """A row a layer whose name has `only` in it. `shares`: takes samples meanwhile."""
     layers: dict[str, Play] = {H2_PACKAGE: h2_package(), "protocol": protocol_alone(), "messages": messages()}
     if (which := installed()) is not None:
-        layers["messages, compiled"] = messages(which)
+        layers |= {"protocol, compiled": protocol_alone(which), "messages, compiled": messages(which)}
     layers |= {f"decision, {replicas} replicas": decision(replicas) for replicas in REPLICAS}
     layers["decision, 10 replicas, audit log"] = decision(10, Path(os.devnull))
     layers["decision, 10 replicas, tokenising"] = decision(10, memo=PrefixMemo(PromptProcessor(bundle())))

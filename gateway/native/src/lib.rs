@@ -4,6 +4,7 @@
 mod arrays;
 mod choice;
 mod cuts;
+mod h2;
 mod hashing;
 mod index;
 mod messages;
@@ -45,6 +46,9 @@ fn penstock_gateway_native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("INTERFACE", 7)?;
     module.add("VERSION", env!("CARGO_PKG_VERSION"))?;
     module.add("FIGURES", price::FIGURES)?;
+    module.add_class::<h2::BlockCache>()?;
+    module.add_class::<h2::Connection>()?;
+    module.add_class::<h2::Stream>()?;
     module.add_class::<index::ResidencyIndex>()?;
     module.add_class::<report::ReportReader>()?;
     module.add_class::<text::TextHasher>()?;

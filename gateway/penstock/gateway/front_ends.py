@@ -11,6 +11,7 @@ import grpc
 from penstock.gateway.extproc.body import MAX_BODY_BYTES
 from penstock.gateway.h2.limits import MAX_STREAMS
 from penstock.gateway.h2.server import Server
+from penstock.gateway.picker.compiled import Compiled
 from penstock.gateway.tls import Certificate, grpc_credentials, ssl_context
 
 MAX_MESSAGE_BYTES = MAX_BODY_BYTES + 64 * 1024
@@ -40,7 +41,8 @@ class FrontEnd(Protocol):
 class AioFrontEnd:
     """`grpc.aio`. Listens at one address."""
 
-    def __init__(self) -> None:
+    def __init__(self, compiled: Compiled | None) -> None:
+        """Nothing of it is compiled."""
         options = [
             ("grpc.max_concurrent_streams", MAX_STREAMS),
             ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -76,12 +78,12 @@ class AioFrontEnd:
 class LeanFrontEnd(Server):
     """Our own HTTP/2."""
 
-    def __init__(self) -> None:
-        super().__init__(MAX_MESSAGE_BYTES)
+    def __init__(self, compiled: Compiled | None) -> None:
+        super().__init__(MAX_MESSAGE_BYTES, compiled=compiled)
 
     async def listen(self, host: str, port: int, certificate: Certificate | None) -> int:
         """Serves at one more address, with TLS where there is a certificate; returns the port."""
         return await self.bind(host, port, ssl_context(certificate) if certificate else None)
 
 
-FRONT_ENDS: Mapping[str, Callable[[], FrontEnd]] = {"grpc": AioFrontEnd, "lean": LeanFrontEnd}
+FRONT_ENDS: Mapping[str, Callable[[Compiled | None], FrontEnd]] = {"grpc": AioFrontEnd, "lean": LeanFrontEnd}

@@ -131,7 +131,7 @@ class Gateway:
         self._settings = settings
         self._discovery = discovery
         registry = CollectorRegistry()
-        compiled = installed()
+        self._compiled = compiled = installed()
         state = FleetState(blocks_that_fit(), compiled=compiled)
         decisions = DecisionLog()
         self._failures = FailureLog()
@@ -313,7 +313,7 @@ class Gateway:
     @contextlib.asynccontextmanager
     async def _serve_grpc(self) -> AsyncIterator[None]:
         settings, front_end = self._settings, FRONT_ENDS[self._settings.ext_proc]
-        servers = [server := front_end()]
+        servers = [server := front_end(self._compiled)]
         self._extproc.add_to(server)
         add_AggregatedDiscoveryServiceServicer_to_server(self._ads, server)
         add_AccessLogServiceServicer_to_server(self._access_log, server)
@@ -322,7 +322,7 @@ class Gateway:
         try:
             self.grpc_port = await server.listen(settings.host, settings.grpc_port, settings.certificate)
             if settings.health_port is not None:
-                servers.append(health := front_end())
+                servers.append(health := front_end(self._compiled))
                 add_HealthServicer_to_server(self._health.servicer, health)
                 self.health_port = await health.listen(settings.host, settings.health_port, None)  # kubelets speak no TLS
             yield
@@ -331,7 +331,7 @@ class Gateway:
 
     async def _listen(self, service: ExtProcService, port: int) -> Listening:
         """Serves one InferencePool; see `pool_ports.Listen`."""
-        server = FRONT_ENDS[self._settings.ext_proc]()
+        server = FRONT_ENDS[self._settings.ext_proc](self._compiled)
         service.add_to(server)
         add_HealthServicer_to_server(self._health.servicer, server)
         await server.listen(self._settings.host, port, self._settings.pool_certificate)

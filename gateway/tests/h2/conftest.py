@@ -1,8 +1,10 @@
-"""A peer that says to a `Connection` whatever a test wants, and reads what it says."""
+"""A peer that says to a `Connection` whatever a test wants, and reads what it says. Connections are of both forms, where the
+compiled parts are built (`make native`)."""
 
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import grpc
@@ -11,11 +13,11 @@ from grpc_health.v1.health_pb2 import HealthCheckRequest
 from hpack import Decoder, Encoder
 
 from penstock.gateway.h2 import frames
-from penstock.gateway.h2.blocks import BlockCache
-from penstock.gateway.h2.connection import Connection
+from penstock.gateway.h2.forms import Connect, connect_by
 from penstock.gateway.h2.frames import Code
 from penstock.gateway.h2.server import Server
 from penstock.gateway.h2.stream import Stream
+from penstock.gateway.picker.compiled import Compiled, installed
 
 HEAD = [
     (":method", "POST"), (":scheme", "http"), (":path", "/a.B/C"), (":authority", "x"),
@@ -64,11 +66,11 @@ class Notes:
 class Pair:
     """A connection and its peer."""
 
-    def __init__(self, *, greet: bool = True, refuse: bool = False) -> None:
+    def __init__(self, connect: Connect, *, greet: bool = True, refuse: bool = False) -> None:
         self.now = 100.0
         self.notes: list[Notes] = []
         self.refuse = refuse
-        self.connection = Connection(self._accept, BlockCache(), self.now)
+        self.connection = connect(self._accept, self.now)
         self.encoder, self.decoder = Encoder(), Decoder()
         self.encoder.header_table_size = 0
         self._usual = b""
@@ -87,12 +89,9 @@ class Pair:
 
     def heard(self) -> list[Frame]:
         """What the connection has said since the last time."""
-        data = b"".join(self.connection.out)
-        self.connection.out.clear()
+        data = self.connection.take()
         self.connection.flushed()
-        data += b"".join(self.connection.out)
-        self.connection.out.clear()
-        return parse(data)
+        return parse(data + self.connection.take())
 
     def block(self, fields: list[tuple[str, str]] = HEAD) -> bytes:
         if fields is HEAD and self._usual:
@@ -142,14 +141,30 @@ def data(payload: bytes, stream: int = 1, *, ends: bool = False, flags: int = 0)
     return frames.frame(frames.DATA, flags | (frames.END_STREAM if ends else 0), stream, payload)
 
 
-@pytest.fixture
-def pair() -> Pair:
-    return Pair()
+@pytest.fixture(params=["python", "compiled"])
+def compiled(request: pytest.FixtureRequest) -> Compiled | None:
+    """What a server stands on; None: Python."""
+    if request.param == "python":
+        return None
+    found = installed()
+    if found is None:
+        pytest.skip("penstock-gateway-native is not built: make native")
+    return found
 
 
 @pytest.fixture
-def make_pair() -> Callable[..., Any]:
-    return Pair
+def connect(compiled: Compiled | None) -> Connect:
+    return connect_by(compiled)
+
+
+@pytest.fixture
+def make_pair(connect: Connect) -> Callable[..., Any]:
+    return partial(Pair, connect)
+
+
+@pytest.fixture
+def pair(make_pair: Callable[..., Any]) -> Pair:
+    return make_pair()
 
 
 @pytest.fixture(name="data")
@@ -243,5 +258,5 @@ async def serving_lean(**changes: Any) -> AsyncIterator[Lean]:
 
 
 @pytest.fixture
-def lean_server() -> Callable[..., Any]:
-    return serving_lean
+def lean_server(compiled: Compiled | None) -> Callable[..., Any]:
+    return partial(serving_lean, compiled=compiled)

@@ -3,14 +3,16 @@
 import asyncio
 from typing import Any
 
+import pytest
+from hpack import Encoder
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from penstock.gateway.h2 import frames
-from penstock.gateway.h2.blocks import BlockCache
-from penstock.gateway.h2.connection import Connection
+from penstock.gateway.h2.forms import Connect, Connection, connect_by
 from penstock.gateway.h2.messages import Assembler, CallFault, prefixed
 from penstock.gateway.h2.stream import Stream
+from penstock.gateway.picker.compiled import Compiled, installed
 
 QUICK = settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
 BLOCKS = [
@@ -49,7 +51,7 @@ class Echo:
         assert self.stream.id in self.alive
         self.connection.consumed(self.stream, len(data))
         if len(data) % 7 == 3:
-            self.connection.egress.end(self.stream, b"\x88")
+            self.connection.end(self.stream, b"\x88")
         elif len(data) % 7 == 5:
             self.connection.reset(self.stream.id, frames.Code.CANCEL)
         else:
@@ -67,21 +69,18 @@ class Echo:
 
 def check(connection: Connection) -> None:
     """What must hold between any two things that happen."""
-    waiting = {id(stream) for stream in connection.streams.values() if stream.unsent}
-    assert connection.egress.unsent == sum(len(stream.unsent) for stream in connection.streams.values())
+    assert connection.unsent == sum(stream.unsent for stream in connection.streams.values())
     assert all(stream.open for stream in connection.streams.values())
-    queued = {id(stream) for stream in connection.egress._turns if stream.unsent}
-    assert queued <= waiting
     if connection.closed:
         assert not connection.streams
 
 
 @QUICK
 @given(st.lists(actions, max_size=60), st.booleans())
-def test_random_frames_break_nothing_and_leave_nothing(parse: Any, said: list[Any], greet: bool) -> None:
+def test_random_frames_break_nothing_and_leave_nothing(parse: Any, connect: Connect, said: list[Any], greet: bool) -> None:
     alive: set[int] = set()
     connection: Connection
-    connection = Connection(lambda stream: Echo(connection, stream, alive), BlockCache(), 0.0)
+    connection = connect(lambda stream: Echo(connection, stream, alive), 0.0)
     if greet:
         connection.receive(frames.PREFACE + frames.settings({}), 0.0)
     heard = b""
@@ -93,7 +92,7 @@ def test_random_frames_break_nothing_and_leave_nothing(parse: Any, said: list[An
             case "send" if first:
                 connection.send(first, bytes(70_000))
             case "end" if first:
-                connection.egress.end(first, b"\x88")
+                connection.end(first, b"\x88")
             case "reset" if first:
                 connection.reset(first.id, frames.Code.CANCEL)
             case "pause":
@@ -101,32 +100,141 @@ def test_random_frames_break_nothing_and_leave_nothing(parse: Any, said: list[An
             case "resume":
                 connection.resume()
             case "flush":
-                heard += b"".join(connection.out)
-                connection.out.clear()
+                heard += connection.take()
                 connection.flushed()
         check(connection)
         assert set(connection.streams) <= alive
     connection.fail(frames.Code.NO_ERROR, "lost")
     check(connection)
-    parse(heard + b"".join(connection.out))  # whole frames, whatever came
+    parse(heard + connection.take())  # whole frames, whatever came
 
 
 @QUICK
 @given(st.lists(likely_frames, max_size=20), st.data())
-def test_where_the_bytes_are_cut_makes_no_difference(said: list[bytes], draw: st.DataObject) -> None:
+def test_where_the_bytes_are_cut_makes_no_difference(connect: Connect, said: list[bytes], draw: st.DataObject) -> None:
     flow = frames.PREFACE + frames.settings({}) + b"".join(said)
     cuts = sorted(draw.draw(st.lists(st.integers(0, len(flow)), max_size=8)))
 
     def play(parts: list[bytes]) -> tuple[bytes, bool, str]:
         alive: set[int] = set()
         connection: Connection
-        connection = Connection(lambda stream: Echo(connection, stream, alive), BlockCache(), 0.0)
+        connection = connect(lambda stream: Echo(connection, stream, alive), 0.0)
         for part in parts:
             connection.receive(part, 0.0)
-        return b"".join(connection.out), connection.closed, connection.fault
+        return connection.take(), connection.closed, connection.fault
 
     pieces = [flow[a:b] for a, b in zip([0, *cuts], [*cuts, len(flow)], strict=True)]
     assert play(pieces) == play([flow])
+
+
+class Heard(Echo):
+    """An echo that notes what it hears, in order."""
+
+    def __init__(self, connection: Connection, stream: Stream, alive: set[int], told: list[Any]) -> None:
+        super().__init__(connection, stream, alive)
+        self.told = told
+        head = stream.head
+        told.append((stream.id, head.fields, list(head.pseudo.items()), head.content_length))
+
+    def data(self, data: bytes) -> None:
+        self.told.append((self.stream.id, data))
+        super().data(data)
+
+    def end(self) -> None:
+        self.told.append((self.stream.id, "end"))
+        super().end()
+
+    def reset(self, code: frames.Code) -> None:
+        self.told.append((self.stream.id, "reset", int(code)))
+        super().reset(code)
+
+    def sent(self) -> None:
+        self.told.append((self.stream.id, "sent"))
+
+
+class Played:
+    """What became of a connection of one form, of which others hear the same."""
+
+    def __init__(self, form: Compiled | None) -> None:
+        self.told: list[Any] = []
+        alive: set[int] = set()
+        self.connection: Connection = connect_by(form)(
+            lambda stream: Heard(self.connection, stream, alive, self.told) if stream.id % 11 else None, 0.0
+        )
+
+    def does(self, action: Any, now: float) -> tuple[Any, ...]:
+        """One thing that happens, and what can be seen of it."""
+        connection = self.connection
+        first = next(iter(connection.streams.values()), None)
+        match action:
+            case bytes():
+                connection.receive(action, now)
+            case "send" if first:
+                connection.message(first, b"\x88", b"x")
+                connection.send(first, bytes(70_000))
+            case "end" if first:
+                connection.end(first, b"\x88")
+            case "reset" if first:
+                connection.reset(first.id, frames.Code.CANCEL)
+            case "pause":
+                connection.pause()
+            case "resume":
+                connection.resume()
+            case "flush":
+                connection.flushed()
+            case "tick":
+                connection.tick(now + 25.0)
+        windows = [(it.id, it.send_window, it.unsent) for it in connection.streams.values()]
+        seen = connection.closed, connection.fault, connection.unsent, connection.max_frame, connection.receive_window
+        return connection.take(), seen, windows, self.told
+
+
+@QUICK
+@given(st.lists(st.one_of(actions, st.just("tick")), max_size=40), st.booleans(), st.data())
+def test_both_forms_say_the_same_and_tell_the_same(said: list[Any], greet: bool, draw: st.DataObject) -> None:
+    python, other = Played(None), Played(both_forms())
+    for at, action in enumerate([frames.PREFACE + frames.settings({}), *said] if greet else said):
+        size = len(action) if isinstance(action, bytes) else 0
+        cut = draw.draw(st.integers(0, size)) if size else 0
+        for part in (action[:cut], action[cut:]) if size else (action,):
+            assert python.does(part, at * 0.1) == other.does(part, at * 0.1)
+
+
+names = st.sampled_from([":method", ":path", ":scheme", ":odd", "te", "x-a", "content-length", "Upper", "cookie", "upgrade", ""])
+texts = st.sampled_from(["POST", "/a", "http", "trailers", "12", "013", " x", "\x00", "é", ""]) | st.text(
+    st.characters(max_codepoint=255), max_size=30
+)
+lists = st.lists(st.tuples(names, texts), max_size=8)
+
+
+@QUICK
+@given(
+    st.lists(st.tuples(lists, st.booleans(), st.sampled_from([None, 0, 60, 4096])), max_size=6),
+    st.lists(st.tuples(st.integers(0), st.integers(0, 255)), max_size=1),
+)
+def test_both_forms_read_header_blocks_alike(said: list[Any], damage: list[tuple[int, int]]) -> None:
+    """Whatever tables and codes a peer uses; a request's own headers stand before, so that most are taken."""
+    python, other, encoder = Played(None), Played(both_forms()), Encoder()
+    start = frames.PREFACE + frames.settings({})
+    assert python.does(start, 0.0) == other.does(start, 0.0)
+    for number, (fields, huffman, table) in enumerate(said):
+        if table is not None:
+            encoder.header_table_size = table
+        usual = [(":method", "POST"), (":scheme", "http"), (":path", "/a.B/C")] if number % 2 else []
+        raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in [*usual, *fields]]
+        block = bytearray(encoder.encode(raw, huffman=huffman))
+        for at, byte in damage if number > 2 and block else []:
+            block[at % len(block)] = byte
+        request = frames.frame(frames.HEADERS, frames.END_HEADERS, 2 * number + 1, bytes(block))
+        assert python.does(request, 0.0) == other.does(request, 0.0)
+
+
+def both_forms() -> Compiled:
+    """The compiled form, to be held against Python's."""
+    found = installed()
+    if found is None:
+        pytest.skip("penstock-gateway-native is not built: make native")
+    return found
 
 
 @QUICK

@@ -169,10 +169,10 @@ async def test_who_writes_waits_for_a_caller_that_does_not_read(lean_server: Any
         client = await Http2.connect(it.port, acknowledge=False)
         client.request("/test.Echo/Flood", body=prefixed(b"50"))
         (peer,) = it.server.peers
-        await until(lambda: peer.connection.egress.unsent)
+        await until(lambda: peer.connection.unsent)
         for _ in range(20):
             await asyncio.sleep(0.005)
-            assert peer.connection.egress.unsent <= HIGH_WATER_BYTES + 60_005
+            assert peer.connection.unsent <= HIGH_WATER_BYTES + 60_005
         client.acknowledge = True
         client.connection.increment_flow_control_window(2**24)
         client.connection.increment_flow_control_window(2**24, 1)
@@ -221,10 +221,10 @@ async def test_what_comes_after_a_calls_end_is_not_kept(lean_server: Any) -> Non
         client = await Http2.connect(it.port, acknowledge=False)
         client.request("/test.Echo/Flood", body=prefixed(b"2"), ends=False)
         (peer,) = it.server.peers
-        await until(lambda: peer.connection.egress.unsent and not it.server.calls)
+        await until(lambda: peer.connection.unsent and not it.server.calls)
         client.send(prefixed(bytes(40_000)))
         client.send(b"no message")
-        await until(lambda: peer.connection._receive_window <= limits.CONNECTION_WINDOW - 40_000)
+        await until(lambda: peer.connection.receive_window <= limits.CONNECTION_WINDOW - 40_000)
         assert it.server.unread == 0
         client.close()
         await until(lambda: not it.server.peers)

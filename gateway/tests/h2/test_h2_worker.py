@@ -138,23 +138,25 @@ async def test_it_can_be_cancelled_wherever_it_is(where: str) -> None:
 
 async def test_one_read_is_answered_by_one_write_in_the_same_turn(lean_server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     turns: list[tuple[str, int]] = []
-    received, flush = ServerProtocol.data_received, ServerProtocol.flush
+    received = ServerProtocol.data_received
 
     def noted(self: ServerProtocol, data: bytes) -> None:
         turns.append(("read", 0))
         received(self, data)
         turns.append(("back", 0))
 
-    def written(self: ServerProtocol) -> None:
-        turns.append(("write", len(self.connection.out)))
-        flush(self)
+    def written(data: bytes) -> None:
+        turns.append(("write", len(data)))
+        write(data)
 
     async with lean_server() as it:
         call = it.channel.stream_stream("/test.Echo/Both")()
         await call.write(b"first")
         assert await call.read() == b"first"
+        (peer,) = it.server.peers
+        write = peer._transport.write
         monkeypatch.setattr(ServerProtocol, "data_received", noted)
-        monkeypatch.setattr(ServerProtocol, "flush", written)
+        monkeypatch.setattr(peer._transport, "write", written)
         await call.write(b"second")
         assert await call.read() == b"second"
         monkeypatch.undo()

@@ -99,9 +99,9 @@ class BlockReader:
             head = read_fields(self._decode(block) if fields is None else fields)
         except OversizedHeaderListError:
             raise ConnectionFault(Code.ENHANCE_YOUR_CALM, f"headers of more than {MAX_LIST_BYTES} bytes") from None
-        except HPACKError as error:
+        except HPACKError:
             # Not in the package's words, which may show where in memory the block lies.
-            raise ConnectionFault(Code.COMPRESSION_ERROR, f"a header block that cannot be read: {type(error).__name__}") from None
+            raise ConnectionFault(Code.COMPRESSION_ERROR, "a header block that cannot be read") from None
         if decoder.header_table_size == 0:
             decoder.max_allowed_table_size = 0  # the peer has obeyed our settings, and may not grow it again
             if stateless:

@@ -10,9 +10,9 @@ import grpc
 from grpc.aio import EOF, AbortError  # pyright: ignore[reportAttributeAccessIssue] - generated at import
 
 from penstock.gateway.h2 import limits
-from penstock.gateway.h2.connection import Connection
+from penstock.gateway.h2.forms import Connection
 from penstock.gateway.h2.frames import Code
-from penstock.gateway.h2.messages import OK, OK_ALONE, RESPONSE_HEAD, Assembler, CallFault, Compressed, prefixed, trailers
+from penstock.gateway.h2.messages import OK, OK_ALONE, RESPONSE_HEAD, Assembler, CallFault, Compressed, trailers
 from penstock.gateway.h2.stream import Stream
 from penstock.gateway.h2.worker import PAUSE, Worker
 
@@ -169,13 +169,11 @@ class Call:
         """Sends a message; waits while the caller does not read."""
         if self._gone:
             raise asyncio.CancelledError
-        connection, stream = self._peer.connection, self._stream
-        if not self._headed:
-            self._headed = True
-            connection.egress.headers(stream, RESPONSE_HEAD)
-        connection.send(stream, prefixed(self._method.serialize(message)))
+        stream, block = self._stream, b"" if self._headed else RESPONSE_HEAD
+        self._headed = True
+        self._peer.connection.message(stream, block, self._method.serialize(message))
         self._peer.flush_soon()
-        while len(stream.unsent) > HIGH_WATER_BYTES:
+        while stream.unsent > HIGH_WATER_BYTES:
             if self._writable is None:
                 self._writable = asyncio.get_running_loop().create_future()
             await self._writable
@@ -242,7 +240,7 @@ class Call:
             block = OK if self._headed else OK_ALONE
         else:
             block = trailers(code, details, alone=not self._headed)
-        self._peer.connection.egress.end(self._stream, block)
+        self._peer.connection.end(self._stream, block)
         self._peer.flush_soon()
 
     def _stop(self, fault: CallFault) -> None:

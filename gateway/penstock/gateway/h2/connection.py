@@ -10,17 +10,16 @@ from penstock.gateway.h2 import frames, limits
 from penstock.gateway.h2.blocks import BlockCache, BlockReader, Head
 from penstock.gateway.h2.egress import Egress
 from penstock.gateway.h2.frames import ACK, END_HEADERS, END_STREAM, PADDED, Code, ConnectionFault, Setting, StreamFault
+from penstock.gateway.h2.limits import Bucket
+from penstock.gateway.h2.messages import prefixed
 from penstock.gateway.h2.stream import Receiver, Stream
 
 _T = TypeVar("_T")
 
 Accept = Callable[[Stream], Receiver | None]
 """Takes a new stream; None refuses it, since there are too many."""
-_ENDED_KEPT = 4096
 _CODES = {int(code): code for code in Code}
 _HEAD_BYTES, _unpack_head = frames.HEAD_BYTES, frames.HEAD.unpack_from
-_UPDATES_A_FRAME = 8
-"""WINDOW_UPDATEs that are no nuisance, for each frame of data that we send."""
 _OURS = {
     Setting.HEADER_TABLE_SIZE: 0,
     Setting.MAX_CONCURRENT_STREAMS: limits.MAX_STREAMS,
@@ -42,13 +41,12 @@ class Connection:
     def __init__(self, accept: Accept, cache: BlockCache, now: float) -> None:
         self.streams: dict[int, Stream] = {}
         """Streams that we have not ended yet."""
-        self.egress = Egress(self._finished, now)
+        self._egress = Egress(self._finished, now)
         self.closed = False
-        """Ended by a fault: what is in `out` is the last."""
+        """Ended by a fault: what is to be taken is the last."""
         self.fault = ""
-        self.out = self.egress.out
-        """Frames to write. The writer empties the list."""
-        self.out += [frames.settings(_OURS), frames.window_update(0, limits.CONNECTION_WINDOW - frames.DEFAULT_WINDOW)]
+        self._out = self._egress.out
+        self._out += [frames.settings(_OURS), frames.window_update(0, limits.CONNECTION_WINDOW - frames.DEFAULT_WINDOW)]
         self._accept = accept
         self._blocks = BlockReader(cache)
         self._buffer = b""
@@ -58,16 +56,31 @@ class Connection:
         self._last_id = 0
         self._was_reset: dict[int, None] = {}  # by us, not long ago: the peer may not know yet
         self._farewells: dict[int, bool] = {}  # ended by us: its end may still cross ours; whether its last DATA may, too
-        self._receive_window, self._unacknowledged = limits.CONNECTION_WINDOW, 0
+        self.receive_window, self._unacknowledged = limits.CONNECTION_WINDOW, 0
         self._now = self._heard_at = now
         self._pinged = False
-        self._control, self._resets = limits.control_bucket(now), limits.reset_bucket(now)
-        self._resizes = limits.resize_bucket(now)
+        self._control, self._resets = Bucket(limits.CONTROL, now), Bucket(limits.RESETS, now)
+        self._resizes = Bucket(limits.RESIZES, now)
         self._updates = 0
         self._handlers = (
             self._data, self._headers, self._priority, self._rst_stream, self._settings,
             self._push_promise, self._ping, self._goaway, self._window_update, self._continuation,
         )  # fmt: skip
+
+    @property
+    def paused(self) -> bool:
+        """The peer does not read."""
+        return self._egress.paused
+
+    @property
+    def unsent(self) -> int:
+        """Bytes of all streams that wait."""
+        return self._egress.unsent
+
+    @property
+    def max_frame(self) -> int:
+        """The largest frame that the peer takes."""
+        return self._egress.max_frame
 
     # --- what comes ---
 
@@ -121,9 +134,9 @@ class Connection:
 
     def _data(self, flags: int, stream_id: int, payload: bytes) -> None:
         size = len(payload)
-        self._receive_window -= size
+        self.receive_window -= size
         self._unacknowledged += size
-        if self._unacknowledged >= limits.CONNECTION_WINDOW // 2 or self._receive_window < 0:
+        if self._unacknowledged >= limits.CONNECTION_WINDOW // 2 or self.receive_window < 0:
             self._reopen()
         stream = self.streams.get(stream_id)
         if stream is None or stream.ended:
@@ -154,10 +167,10 @@ class Connection:
     def _reopen(self) -> None:
         """Reopen the connection's window at once: each stream has a window of its own, and an unread stream must not stop the
         others."""
-        if self._receive_window < 0:
+        if self.receive_window < 0:
             raise ConnectionFault(Code.FLOW_CONTROL_ERROR, "more data than the connection's window")
-        self.out.append(frames.window_update(0, self._unacknowledged))
-        self._receive_window += self._unacknowledged
+        self._out.append(frames.window_update(0, self._unacknowledged))
+        self.receive_window += self._unacknowledged
         self._unacknowledged = 0
 
     def _end(self, stream: Stream) -> None:
@@ -224,7 +237,7 @@ class Connection:
         if fields.malformed or fields.missing:
             self._tax()
             raise StreamFault(Code.PROTOCOL_ERROR, fields.malformed or f"no {fields.missing}")
-        stream = Stream(stream_id, fields, self.egress.initial_window, limits.STREAM_WINDOW)
+        stream = Stream(stream_id, fields, self._egress.initial_window, limits.STREAM_WINDOW)
         receiver = self._accept(stream) if len(self.streams) < limits.MAX_STREAMS else None
         if receiver is None:
             self._tax()
@@ -260,14 +273,14 @@ class Connection:
             return
         values = frames.read_settings(payload)
         window = values.get(Setting.INITIAL_WINDOW_SIZE)
-        self.egress.max_frame = values.get(Setting.MAX_FRAME_SIZE, self.egress.max_frame)
+        self._egress.max_frame = values.get(Setting.MAX_FRAME_SIZE, self._egress.max_frame)
         if (table := values.get(Setting.HEADER_TABLE_SIZE)) is not None:
-            self.egress.resize_table(table)
-        self.out.append(frames.frame(frames.SETTINGS, ACK, 0))
-        if window is not None and window != self.egress.initial_window:
+            self._egress.resize_table(table)
+        self._out.append(frames.frame(frames.SETTINGS, ACK, 0))
+        if window is not None and window != self._egress.initial_window:
             if not self._resizes.take(self._now, len(self.streams)):
                 raise ConnectionFault(Code.ENHANCE_YOUR_CALM, "too many changes of the windows of open streams")
-            self.egress.resize(window, list(self.streams.values()), self._now)
+            self._egress.resize(window, list(self.streams.values()), self._now)
 
     def _push_promise(self, flags: int, stream_id: int, payload: bytes) -> None:
         raise ConnectionFault(Code.PROTOCOL_ERROR, "PUSH_PROMISE from a client")
@@ -279,7 +292,7 @@ class Connection:
             raise ConnectionFault(Code.FRAME_SIZE_ERROR, f"PING of {len(payload)} bytes")
         self._tax()
         if not flags & ACK:
-            self.out.append(frames.frame(frames.PING, ACK, 0, payload))
+            self._out.append(frames.frame(frames.PING, ACK, 0, payload))
 
     def _goaway(self, flags: int, stream_id: int, payload: bytes) -> None:
         """The peer will open no more streams, and close the connection when it likes."""
@@ -292,12 +305,12 @@ class Connection:
     def _window_update(self, flags: int, stream_id: int, payload: bytes) -> None:
         more = frames.word("WINDOW_UPDATE", payload) & frames.MAX_WINDOW
         self._updates += 1
-        if self._updates > _UPDATES_A_FRAME * self.egress.frames_sent:
+        if self._updates > limits.UPDATES_A_FRAME * self._egress.frames_sent:
             self._tax()
         if not stream_id:
-            return self.egress.grow(more, self._now)
+            return self._egress.grow(more, self._now)
         if (stream := self.streams.get(stream_id)) is not None:
-            return self.egress.grow_stream(stream, more, self._now)
+            return self._egress.grow_stream(stream, more, self._now)
         return self._known(stream_id, "WINDOW_UPDATE")
 
     def _tax(self) -> None:
@@ -310,39 +323,56 @@ class Connection:
         """Bytes of a stream were used up: the peer may send as many more, once they are worth a frame."""
         stream.unacknowledged += size
         if stream.unacknowledged >= limits.STREAM_WINDOW // 2 and stream.open and not stream.ended:
-            self.out.append(frames.window_update(stream.id, stream.unacknowledged))
+            self._out.append(frames.window_update(stream.id, stream.unacknowledged))
             stream.receive_window += stream.unacknowledged
             stream.unacknowledged = 0
 
     def send(self, stream: Stream, data: bytes) -> None:
         """Sends `data` when the windows allow it."""
-        egress = self.egress
+        egress = self._egress
         egress.data(stream, data, self._now)
         if egress.unsent > limits.MAX_UNSENT_BYTES:
             self.fail(Code.ENHANCE_YOUR_CALM, "answers are not read")
 
+    def message(self, stream: Stream, block: bytes, message: bytes) -> None:
+        """Sends a message of gRPC, after the head of the answer: `block`, which fits one frame, and is empty where the head was
+        sent before."""
+        if block:
+            self._egress.headers(stream, block)
+        self.send(stream, prefixed(message))
+
+    def end(self, stream: Stream, block: bytes) -> None:
+        """Ends the stream with trailers, after all data; `block` fits one frame."""
+        self._egress.end(stream, block)
+
     def reset(self, stream_id: int, code: Code) -> None:
         """Ends a stream at once."""
-        self.out.append(frames.rst_stream(stream_id, code))
+        self._out.append(frames.rst_stream(stream_id, code))
         _keep(self._was_reset, stream_id, None)
         stream = self.streams.get(stream_id)
         if stream is not None:
             _keep(self._farewells, stream_id, not stream.ended)
             self._gone(stream, code)
 
+    def take(self) -> bytes:
+        """What is to be written now."""
+        data = b"".join(self._out)
+        self._out.clear()
+        return data
+
     def flushed(self) -> bool:
-        """What was in `out` is written; whether there is more now."""
-        self.egress.flushed(self._now)
-        return bool(self.out)
+        """What was taken is written; whether there is more now."""
+        self._egress.flushed(self._now)
+        return bool(self._out)
 
     def pause(self) -> None:
         """The peer does not read."""
-        self.egress.paused = True
+        self._egress.paused = True
 
     def resume(self) -> None:
         """The peer reads again."""
-        self.egress.paused = False
-        self.egress.pump(self._now)
+        self._egress.paused = False
+        self._egress.pump(self._now)
 
     def tick(self, now: float) -> None:
         """Ping a silent peer, and close the connection to one that does not answer or does not read. Call this every few
@@ -353,29 +383,29 @@ class Connection:
         silent = now - self._heard_at
         if silent > limits.SILENCE_S:
             self.fail(Code.NO_ERROR, "no sign of life")
-        elif self.egress.unsent and now - self.egress.progress_at > limits.STALL_S:
+        elif self._egress.unsent and now - self._egress.progress_at > limits.STALL_S:
             self.fail(Code.ENHANCE_YOUR_CALM, "answers are not read")
         elif silent > limits.IDLE_PING_S and not self._pinged:
             self._pinged = True
-            self.out.append(frames.frame(frames.PING, 0, 0, b"penstock"))
+            self._out.append(frames.frame(frames.PING, 0, 0, b"penstock"))
 
     def leave(self) -> None:
         """Asks the peer to open no more streams here."""
-        self.out.append(frames.goaway(frames.MAX_ID, Code.NO_ERROR))
+        self._out.append(frames.goaway(frames.MAX_ID, Code.NO_ERROR))
 
     def fail(self, code: Code, message: str) -> None:
         """Ends the connection: all streams are gone, and a GOAWAY says why."""
         if self.closed:
             return
         self.closed, self.fault = True, message
-        self.out.append(frames.goaway(self._last_id, code, message))
+        self._out.append(frames.goaway(self._last_id, code, message))
         for stream in list(self.streams.values()):
             self._gone(stream, code)
 
     def _finished(self, stream: Stream) -> None:
         """End a stream after our trailers. The rest of the peer's message is not needed."""
         if not stream.ended:
-            self.out.append(frames.rst_stream(stream.id, Code.NO_ERROR))
+            self._out.append(frames.rst_stream(stream.id, Code.NO_ERROR))
             _keep(self._was_reset, stream.id, None)
         _keep(self._farewells, stream.id, not stream.ended)
         del self.streams[stream.id]
@@ -388,7 +418,7 @@ class Connection:
 
     def _gone(self, stream: Stream, code: Code) -> None:
         del self.streams[stream.id]
-        self.egress.drop(stream)
+        self._egress.drop(stream)
         assert stream.receiver is not None
         stream.receiver.reset(code)
 
@@ -396,5 +426,5 @@ class Connection:
 def _keep(recent: dict[int, _T], stream_id: int, value: _T) -> None:
     """Forgets the oldest where there are too many."""
     recent[stream_id] = value
-    if len(recent) > _ENDED_KEPT:
+    if len(recent) > limits.ENDED_KEPT:
         del recent[next(iter(recent))]

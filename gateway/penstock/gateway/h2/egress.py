@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Callable
 
+from penstock.gateway.h2 import limits
 from penstock.gateway.h2.blocks import NO_TABLE
 from penstock.gateway.h2.frames import (
     DATA,
@@ -20,9 +21,6 @@ from penstock.gateway.h2.frames import (
     head,
 )
 from penstock.gateway.h2.stream import Stream
-
-_WRITE_BYTES = 1024 * 1024
-"""Data that goes into `out` at once: more waits until that is written, so that a peer that does not read is noticed."""
 
 
 class Egress:
@@ -49,7 +47,7 @@ class Egress:
         self._block_begins = b""  # what our next header block has to begin with
         self._finished = finished
         self._window = DEFAULT_WINDOW
-        self._room = _WRITE_BYTES
+        self._room = limits.WRITE_BYTES
         self._turns: deque[Stream] = deque()  # streams that have data and a window
 
     def headers(self, stream: Stream, block: bytes) -> None:
@@ -66,7 +64,7 @@ class Egress:
             size = len(data)
             if size <= min(stream.send_window, self._window, self.max_frame, self._room) and not self.paused:
                 return self._write(stream, data, size)  # what nearly always happens
-        stream.unsent += data
+        stream.waiting += data
         self.unsent += len(data)
         self._queue(stream)
         return self.pump(now)
@@ -76,14 +74,14 @@ class Egress:
         if not stream.open:
             return
         stream.trailers = block
-        if not stream.unsent:
+        if not stream.waiting:
             self._finish(stream)
 
     def drop(self, stream: Stream) -> None:
         """The stream is gone."""
         stream.open = False
-        self.unsent -= len(stream.unsent)
-        stream.unsent.clear()
+        self.unsent -= len(stream.waiting)
+        stream.waiting.clear()
 
     def grow(self, more: int, now: float) -> None:
         """The peer takes `more` bytes on the connection."""
@@ -127,14 +125,14 @@ class Egress:
         while self._turns and self._window > 0 and self._room > 0 and not self.paused:
             stream = self._turns.popleft()
             stream.queued = False
-            size = min(len(stream.unsent), stream.send_window, self._window, self.max_frame)
+            size = min(len(stream.waiting), stream.send_window, self._window, self.max_frame)
             if size <= 0:  # it is gone, or its window has shrunk
                 continue
-            self._write(stream, bytes(stream.unsent[:size]), size)
-            del stream.unsent[:size]
+            self._write(stream, bytes(stream.waiting[:size]), size)
+            del stream.waiting[:size]
             self.unsent -= size
             self.progress_at = now
-            if stream.unsent:
+            if stream.waiting:
                 self._queue(stream)
             elif stream.trailers is not None:
                 self._finish(stream)
@@ -144,7 +142,7 @@ class Egress:
 
     def flushed(self, now: float) -> None:
         """What was in `out` is written."""
-        self._room = _WRITE_BYTES
+        self._room = limits.WRITE_BYTES
         if self._turns:
             self.pump(now)
 
@@ -157,7 +155,7 @@ class Egress:
         self.frames_sent += 1
 
     def _queue(self, stream: Stream) -> None:
-        if stream.unsent and stream.send_window > 0 and not stream.queued:
+        if stream.waiting and stream.send_window > 0 and not stream.queued:
             stream.queued = True
             self._turns.append(stream)
 

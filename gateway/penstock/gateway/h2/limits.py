@@ -1,4 +1,6 @@
-"""What a peer may ask of a connection, and the bounds on what it may ask too often."""
+"""What a peer may ask of a connection, and the bounds on what it may ask too often. Both forms of a connection read them here."""
+
+from typing import NamedTuple
 
 CONNECTION_WINDOW = 64 * 1024 * 1024
 """Bytes that a peer may send ahead on all streams."""
@@ -17,6 +19,12 @@ MAX_UNSENT_BYTES = 256 * 1024 * 1024
 """Most bytes of answers for which the connection's peer gives no window. One stream holds little of that, since writers wait."""
 MAX_BACKLOG_BYTES = 4 * 1024 * 1024
 """Control frames that a peer makes us write and does not read."""
+WRITE_BYTES = 1024 * 1024
+"""Data that is written at once: more waits until that is written, so that a peer that does not read is noticed."""
+ENDED_KEPT = 4096
+"""Streams that we have ended and whose late frames we expect."""
+UPDATES_A_FRAME = 8
+"""WINDOW_UPDATEs that are no nuisance, for each frame of data that we send."""
 
 IDLE_PING_S = 20.0
 """Seconds of silence after which a peer is pinged."""
@@ -26,12 +34,29 @@ STALL_S = 120.0
 """How long data may wait for a window or a reader without a byte of progress."""
 
 
+class Rate(NamedTuple):
+    """How much may be asked."""
+
+    burst: float
+    """At once."""
+    per_s: float
+    """In the long run."""
+
+
+CONTROL = Rate(2_000, 200)
+"""Frames that cost work and carry nothing: PING, SETTINGS, PRIORITY, empty DATA, unknown ones (CVE-2019-9512 and similar)."""
+RESIZES = Rate(1_000_000, 100_000)
+"""Streams whose windows a new INITIAL_WINDOW_SIZE changes: one small frame costs work for every open stream."""
+RESETS = Rate(20_000, 1_000)
+"""Streams that the peer resets (CVE-2023-44487). Clients can leave in crowds; each regular end adds one."""
+
+
 class Bucket:
     """Tokens that come back with time. `now` is monotonic seconds and never falls."""
 
-    def __init__(self, burst: float, per_s: float, now: float) -> None:
-        self._burst, self._per_s, self._at = burst, per_s, now
-        self._tokens = burst
+    def __init__(self, rate: Rate, now: float) -> None:
+        (self._burst, self._per_s), self._at = rate, now
+        self._tokens = self._burst
 
     def take(self, now: float, count: int = 1) -> bool:
         """Take `count` tokens. Return False if there are too few."""
@@ -45,19 +70,3 @@ class Bucket:
     def give(self) -> None:
         """Puts one back."""
         self._tokens = min(self._burst, self._tokens + 1)
-
-
-def control_bucket(now: float) -> Bucket:
-    """Bucket of frames that cost work and carry nothing: PING, SETTINGS, PRIORITY, empty DATA, unknown ones (CVE-2019-9512 and
-    similar)."""
-    return Bucket(2_000, 200, now)
-
-
-def resize_bucket(now: float) -> Bucket:
-    """Bucket of streams whose windows a new INITIAL_WINDOW_SIZE changes: one small frame costs work for every open stream."""
-    return Bucket(1_000_000, 100_000, now)
-
-
-def reset_bucket(now: float) -> Bucket:
-    """Bucket of streams that the peer resets (CVE-2023-44487). Clients can leave in crowds; each regular end adds one."""
-    return Bucket(20_000, 1_000, now)

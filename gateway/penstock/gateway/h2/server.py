@@ -13,14 +13,14 @@ from typing import cast
 import grpc
 
 from penstock.gateway.h2 import limits
-from penstock.gateway.h2.blocks import BlockCache
 from penstock.gateway.h2.call import Call
-from penstock.gateway.h2.connection import Connection
+from penstock.gateway.h2.forms import Connection, connect_by
 from penstock.gateway.h2.frames import Code
 from penstock.gateway.h2.messages import CallFault, refusal, timeout_s, trailers
 from penstock.gateway.h2.methods import Methods
 from penstock.gateway.h2.stream import Receiver, Stream
 from penstock.gateway.h2.worker import Worker
+from penstock.gateway.picker.compiled import Compiled
 
 TICK_S = 5.0
 LINGER_S = 5.0
@@ -35,11 +35,12 @@ class Server:
     Args:
         max_message_bytes: The largest message taken.
         max_calls: Calls in progress, of all peers; more are refused, as Envoy and gRPC try again elsewhere.
+        compiled: Whose HTTP/2 it is; None: Python's.
     """
 
-    def __init__(self, max_message_bytes: int, max_calls: int = limits.MAX_STREAMS) -> None:
+    def __init__(self, max_message_bytes: int, max_calls: int = limits.MAX_STREAMS, *, compiled: Compiled | None = None) -> None:
         self.methods = Methods()
-        self.cache = BlockCache()
+        self.connect = connect_by(compiled)
         self.max_message_bytes = max_message_bytes
         self.max_calls = max_calls
         self.calls = 0
@@ -101,7 +102,7 @@ class ServerProtocol(asyncio.Protocol):
     def __init__(self, server: Server) -> None:
         self.server = server
         self._loop = asyncio.get_running_loop()
-        self.connection = Connection(self._accept, server.cache, self._loop.time())
+        self.connection = server.connect(self._accept, self._loop.time())
         self.address = ""
         self._turning = False  # a turn goes on, or is on its way
         self._workers: list[Worker | _Answered] = []  # to be stepped
@@ -173,16 +174,16 @@ class ServerProtocol(asyncio.Protocol):
             for worker in workers:
                 worker.step()
         self._turning = False
-        if self.connection.out:
-            self.flush()
+        self.flush()
 
     def flush(self) -> None:
         """Writes what is to be written."""
         connection, transport = self.connection, self._transport
-        if connection.out and not transport.is_closing():
-            data = b"".join(connection.out)
-            connection.out.clear()
-            if connection.egress.paused:
+        data = connection.take()
+        if not data:
+            return None
+        if not transport.is_closing():
+            if connection.paused:
                 self._backlog += len(data)
                 if self._backlog > limits.MAX_BACKLOG_BYTES:
                     log.warning("%s makes us answer and does not read: its connection is cut", self.address)
@@ -224,8 +225,7 @@ class ServerProtocol(asyncio.Protocol):
     def _tick(self) -> None:
         self._timer = self._loop.call_later(TICK_S, self._tick)
         self.connection.tick(self._loop.time())
-        if self.connection.out:
-            self.flush_soon()
+        self.flush_soon()
 
 
 class _Answered:
@@ -236,7 +236,7 @@ class _Answered:
 
     def step(self) -> None:
         """Answers."""
-        self._connection.egress.end(self._stream, self._block)
+        self._connection.end(self._stream, self._block)
 
     def data(self, data: bytes) -> None:
         """Receive the next bytes, never empty."""

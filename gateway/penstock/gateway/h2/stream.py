@@ -31,7 +31,7 @@ class Stream:
 
     __slots__ = (
         "answered", "content_length", "ended", "head", "id", "open", "queued", "receive_window", "receiver", "send_window",
-        "trailers", "unacknowledged", "unsent",
+        "trailers", "unacknowledged", "waiting",
     )  # fmt: skip
 
     def __init__(self, stream_id: int, head: Head, send_window: int, receive_window: int) -> None:
@@ -48,9 +48,15 @@ class Stream:
         self.receive_window = receive_window
         self.unacknowledged = 0
         """Bytes used up that the peer has no new window for yet."""
-        self.unsent = bytearray()
+        self.waiting = bytearray()
+        """What waits for a window, or its turn."""
         self.trailers: bytes | None = None
-        """The block that ends the stream once `unsent` is out."""
+        """The block that ends the stream once `waiting` is out."""
         self.queued = False
         """True while the stream waits for its turn to send."""
         self.content_length = head.content_length
+
+    @property
+    def unsent(self) -> int:
+        """Bytes that wait."""
+        return len(self.waiting)

@@ -207,6 +207,21 @@ class Compiled(Protocol):
         """
         ...
 
+    def BlockCache(self) -> object:
+        """What connections have seen of header blocks; see `penstock.gateway.h2.blocks.BlockCache`."""
+        ...
+
+    def Connection(self, accept: Callable[[Any], Any], cache: object, now: float, limits: object) -> Any:
+        """A `penstock.gateway.h2.forms.Connection`.
+
+        Args:
+            accept: Who takes new streams.
+            cache: Made by `BlockCache`.
+            now: Monotonic seconds.
+            limits: What has the figures of `penstock.gateway.h2.limits`.
+        """
+        ...
+
     def ResidencyIndex(self, per_replica: int, total: int, unknown: Knowledge) -> ResidencyIndex:
         """A compiled `ResidencyIndex`."""
         ...
