@@ -103,7 +103,8 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
     ({"engine": {"speculative": {"method": "eagle", "model": "s3://b/head"}}}, "model must be an absolute path in the pods or"),
     ({"pools": [{"name": "a", "parallelism": {"expert": {"redundant": 2}}}]}, "redundant needs enabled: true"),
     ({"pools": [{"name": "a", "parallelism": {"expert": {"eplb": {}}}}]}, "eplb needs enabled: true"),
-    ({"pools": [{"name": "a", "parallelism": {"tensor": 3, "nodes": 2}}]}, "nodes must divide tensor"),
+    ({"pools": [{"name": "a", "parallelism": {"tensor": 3, "nodes": 2}}]}, "nodes must divide data"),
+    ({"pools": [{"name": "a", "parallelism": {"tensor": 2, "data": 3, "nodes": 2}}]}, "nodes must divide data"),
     (
         {"pools": [{"name": "a", "parallelism": {"tensor": 2, "nodes": 2}, "accelerator": {"resource": "nvidia.com/gpu"}}]},
         "parallelism.nodes is for pools without devices",

@@ -251,9 +251,26 @@ def test_a_replica_on_several_nodes_is_a_group_of_pods_each_with_its_share(make:
     assert leader["resources"]["requests"]["cpu"] == worker["resources"]["requests"]["cpu"] == "2"
 
 
+@pytest.mark.req("DX-03", "DX-25")
+def test_cores_on_several_nodes_are_whole_in_a_pod_each_behind_the_leaders_server(make: Any) -> None:
+    """Experts may be divided among them all; but not among the pods of one core."""
+    ranks = {"tensor": 2, "data": 6, "nodes": 3, "expert": {"enabled": True}}
+    model = make.model(pools=[{"name": "cpu", "parallelism": ranks}])
+    assert unsupported(model.spec) == []
+    group = by_kind(model)["LeaderWorkerSet"]["spec"]["leaderWorkerTemplate"]
+    (leader,), (worker,) = (group[which]["spec"]["containers"] for which in ("leaderTemplate", "workerTemplate"))
+    flags = ["--tensor-parallel-size=2", "--data-parallel-size=6", "--data-parallel-size-local=2", "--enable-expert-parallel"]
+    assert group["size"] == 3 and [it for it in leader["args"] if "parallel" in it or "nnodes" in it] == flags
+    assert worker["args"] == [*leader["args"], "--headless"]
+    assert leader["resources"]["requests"] == worker["resources"]["requests"] == {"cpu": "4", "memory": "4Gi"}
+    assert {"name": "events-5", "containerPort": 5567, "protocol": "TCP"} in leader["ports"], "the leader has those of all cores"
+    [refusal] = unsupported(make.model(pools=[{"name": "cpu", "parallelism": ranks | {"data": 1, "nodes": 2}}]).spec)
+    assert "parallelism.expert.enabled (it does not go with a core on several nodes" in refusal
+
+
 @pytest.mark.req("DX-08")
 def test_nodes_that_cannot_be_are_refused_at_apply(make: Any) -> None:
-    with pytest.raises(ValueError, match=r"parallelism: nodes must divide tensor \* pipeline, the processes of a replica"):
+    with pytest.raises(ValueError, match=r"parallelism: nodes must divide data, the cores of a replica, or tensor"):
         make.model(pools=[{"name": "cpu", "parallelism": {"tensor": 3, "nodes": 2}}])
     accelerated = {"name": "gpu", "parallelism": {"tensor": 2, "nodes": 2}, "accelerator": {"resource": "nvidia.com/gpu"}}
     with pytest.raises(ValueError, match=r"parallelism.nodes is for pools without devices: accelerator.perNode says"):

@@ -43,7 +43,7 @@ TYPED_FLAGS = (
     r"|spec-method|spec-model|spec-tokens|kv-transfer-config|kv-transfer-secret-file"
     r"|kv-offload-(memory-bytes|directory|disk-bytes|store|store-bytes|bucket|bucket-bytes)|device"
     r"|enable-lora|allow-runtime-lora-updating|lora-modules|max-loras|max-cpu-loras|max-lora-rank"
-    r"|(tensor|pipeline|data)-parallel-size|enable-expert-parallel|num-redundant-experts|enable-eplb|eplb-config)(=.*)?$"
+    r"|(tensor|pipeline|data)-parallel-size|data-parallel-size-local|nnodes|enable-expert-parallel|num-redundant-experts|enable-eplb|eplb-config)(=.*)?$"
 )
 # Methods of speculative decoding that need a checkpoint, and where it may be.
 DRAFTERS = "^(draft_model|eagle|eagle3)$"

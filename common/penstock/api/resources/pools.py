@@ -55,9 +55,9 @@ class Parallelism(Part):
 
     RULES = (
         Rule(
-            "self.nodes == 1 || (self.tensor * self.pipeline) % self.nodes == 0",
-            "parallelism: nodes must divide tensor * pipeline, the processes of a replica",
-            lambda it: (it.tensor * it.pipeline) % it.nodes == 0,
+            "(self.data > 1 ? self.data : self.tensor * self.pipeline) % self.nodes == 0",
+            "parallelism: nodes must divide data, the cores of a replica, or tensor * pipeline where there is one core",
+            lambda it: (it.data if it.data > 1 else it.tensor * it.pipeline) % it.nodes == 0,
         ),
     )
 
@@ -73,11 +73,16 @@ class Parallelism(Part):
         default=1, ge=1, le=64
     )
     """Engine cores behind one server, each with the model and a cache of its own, on `tensor` times `pipeline` devices."""
-    nodes: Annotated[int, Flag("--nnodes", lambda nodes: None if nodes == 1 else nodes)] = Field(default=1, ge=1, le=64)
-    """Without an accelerator: pods of a replica, among which its processes are distributed, as a LeaderWorkerSet; must divide
-    `tensor` times `pipeline`. With one, `accelerator.perNode` decides."""
+    nodes: int = Field(default=1, ge=1, le=64)
+    """Without an accelerator: pods of a replica, as a LeaderWorkerSet. Its cores are distributed among them, or the processes of
+    its only core; must divide `data`, or `tensor` times `pipeline` where `data` is 1. With one, `accelerator.perNode` decides."""
     expert: ExpertParallelism = ExpertParallelism()
     """Spreading a mixture-of-experts model's experts over devices."""
+
+    @property
+    def cores_a_node(self) -> int:
+        """Engine cores in a pod, where no core spans pods."""
+        return max(1, self.data // self.nodes)
 
     @property
     def devices(self) -> int:

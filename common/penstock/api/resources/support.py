@@ -114,7 +114,5 @@ def _pool(pool: Pool, *, transfers: bool) -> Iterator[str]:
     if ranks.expert.balancing is not None and ranks.tensor * ranks.data == 1:
         field = "redundant" if ranks.expert.eplb is None else "eplb"
         yield f"{path}.parallelism.expert.{field} (it needs tensor times data above 1)"
-    if ranks.nodes != 1 and ranks.data != 1:
-        yield f"{path}.parallelism.data (only 1 works with several nodes)"
-    if ranks.nodes != 1 and ranks.expert.enabled:
-        yield f"{path}.parallelism.expert.enabled (it does not go with several nodes)"
+    if ranks.nodes != 1 and ranks.data == 1 and ranks.expert.enabled:
+        yield f"{path}.parallelism.expert.enabled (it does not go with a core on several nodes: data is 1)"

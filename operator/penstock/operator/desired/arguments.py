@@ -43,7 +43,7 @@ def engine_args(model: InferenceModel, fetched: Fetched | None = None, pool: Poo
         *flags(model.spec.source),
         *flags(model.spec.engine),
         *(() if model.spec.engine.connector.disk is None else [f"--kv-offload-directory={KV_DISK}"]),
-        *(() if pool is None else [*flags(pool.parallelism), *_experts(pool), *_transfer(pool)]),
+        *(() if pool is None else [*flags(pool.parallelism), *_nodes(pool), *_experts(pool), *_transfer(pool)]),
         *_lora(model.spec.lora),
         *model.spec.engine.extra_args,
     ]
@@ -54,6 +54,14 @@ def event_ports(pool: Pool) -> list[tuple[str, int]]:
     ranks = range(pool.parallelism.data)
     told = ((labels.EVENTS_PORT, EVENTS), (labels.REPLAY_PORT, REPLAY))
     return [(labels.rank_port(name, rank), port + A_RANK * rank) for rank in ranks for name, port in told]
+
+
+def _nodes(pool: Pool) -> list[str]:
+    """Return the flag that says what a pod of a group has; LeaderWorkerSet's environment says which pod it is."""
+    ranks = pool.parallelism
+    if ranks.nodes == 1:
+        return []
+    return [f"--data-parallel-size-local={ranks.cores_a_node}" if ranks.data > 1 else f"--nnodes={ranks.nodes}"]
 
 
 def _experts(pool: Pool) -> list[str]:

@@ -59,7 +59,7 @@ def nodes(pool: Pool) -> int:
 def engine_requests(pool: Pool) -> dict[str, str]:
     """The CPU and memory that an engine requests unless its template says otherwise."""
     if not pool.has_devices:
-        return {"cpu": str(_a_node(pool)), "memory": f"{CPU_MEMORY_GIB * pool.parallelism.data}Gi"}
+        return {"cpu": str(_a_node(pool)), "memory": f"{CPU_MEMORY_GIB * pool.parallelism.cores_a_node}Gi"}
     count = _a_node(pool)
     return {"cpu": str(count * CPUS_A_DEVICE), "memory": f"{count * MEMORY_A_DEVICE_GIB}Gi"}
 
