@@ -301,8 +301,6 @@ def _parallel(args: "EngineArgs", eplb: EplbConfig | None) -> ParallelConfig:
             f"{flag} does not go with several nodes for each core (--nnodes {config.nnodes}) so far; "
             "--data-parallel-size-local distributes whole cores among nodes"
         )
-    if config.cores_span_nodes and config.expert_parallel:
-        raise ConfigError(f"--enable-expert-parallel: all {config.data_parallel_size} cores must be on one node so far")
     return config
 
 

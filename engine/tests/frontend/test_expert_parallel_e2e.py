@@ -1,11 +1,17 @@
 """Cores that divide experts, which move: the answers of one core, an idle core that serves, and a death that all notice."""
 
 import asyncio
+import json
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import time
+from collections.abc import Iterator
+from contextlib import AsyncExitStack, contextmanager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 from test_parallel_e2e import PROMPTS, children, started_since, wait_gone
@@ -14,6 +20,7 @@ from penstock.engine import LLM, AsyncLLM, ConfigError, SamplingParams
 from penstock.engine.args import EngineArgs
 from penstock.engine.commands import ReloadWeights, Sleep, WakeUp
 from penstock.engine.frontend.python.request_output import RequestFailed
+from testing.ports import free_ports
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0)
 SIZE = {"kv_cache_memory_bytes": 4 << 20, "max_model_len": 2048}
@@ -61,14 +68,35 @@ async def answer(llm: AsyncLLM, prompt: str, rank: int, params: SamplingParams =
     return text
 
 
+@contextmanager
+def other_node(model: Path, port: int, flags: dict[str, Any]) -> Iterator[int]:
+    """The node of core 1, as a person starts it; its process."""
+    sizes = [f"--{name.replace('_', '-')}={value}" for name, value in SIZE.items()]
+    experts = ["--enable-expert-parallel", "--enable-eplb", f"--eplb-config={json.dumps(flags['eplb_config'])}"]
+    place = ["-dp=2", "-dpl=1", "-dpr=1", "-dpa=127.0.0.1", f"-dpp={port}", "--headless"]
+    command = [sys.executable, "-m", "penstock.cli", "serve", str(model), *sizes, *experts, *place]
+    with subprocess.Popen(command) as other:
+        try:
+            yield other.pid
+            assert other.wait(60) == 1, "the replica has failed"
+        finally:
+            other.kill()
+
+
 @pytest.mark.slow
-async def test_two_cores_answer_as_one_while_the_other_idles_and_end_together(mixtral, expected):
+@pytest.mark.parametrize("nodes", [1, 2])
+async def test_two_cores_answer_as_one_while_the_other_idles_and_end_together(nodes, mixtral, expected):
     eplb = {"window_size": 20, "step_interval": 20, "num_redundant_experts": 1}
     flags = {"data_parallel_size": 2, "enable_expert_parallel": True, "enable_eplb": True, "eplb_config": eplb, **SIZE}
-    args = EngineArgs(model=str(mixtral), **flags)
-    before = children(os.getpid())
-    async with AsyncLLM.from_args(args) as llm:
-        cores = started_since(before)
+    before, elsewhere = children(os.getpid()), nullcontext(None)
+    if nodes == 2:
+        [port] = free_ports(1)
+        elsewhere = other_node(mixtral, port, flags)
+        flags |= {"data_parallel_size_local": 1, "data_parallel_address": "127.0.0.1", "data_parallel_rpc_port": port}
+    async with AsyncExitStack() as stack:
+        node = stack.enter_context(elsewhere)
+        llm = await stack.enter_async_context(AsyncLLM.from_args(EngineArgs(model=str(mixtral), **flags)))
+        cores = [pid for pid in (*started_since(before), *(children(node) if node else ())) if pid != node]
         # One core works, and the other one has nothing but its experts to give.
         assert await answer(llm, PROMPTS[0], 1) == expected[0]
         both = await asyncio.gather(*(answer(llm, prompt, rank) for prompt in PROMPTS for rank in (0, 1)))
@@ -89,7 +117,7 @@ async def test_two_cores_answer_as_one_while_the_other_idles_and_end_together(mi
         started = asyncio.create_task(answer(llm, PROMPTS[0], 0, SamplingParams(max_tokens=1900, ignore_eos=True)))
         while not len(llm.ranks[0].egress):
             await asyncio.sleep(0.01)
-        os.kill(cores[1], signal.SIGKILL)
+        os.kill(cores[-1], signal.SIGKILL)
         with pytest.raises(RequestFailed):
             await asyncio.wait_for(started, 60)
         assert llm.unhealthy() is not None

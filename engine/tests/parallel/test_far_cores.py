@@ -26,6 +26,8 @@ from penstock.engine.commands import ResetPrefixCache
 from penstock.engine.config import ConfigError, EngineConfig, ParallelConfig
 from penstock.engine.core.ipc.client import CoreClient, CoreError
 from penstock.engine.core.ipc.far_cores import FarCores
+from penstock.engine.parallel.errors import GroupFailed
+from penstock.engine.parallel.layout import CoreLayout
 from penstock.engine.parallel.meeting import Meeting
 from penstock.engine.parallel.nodes import cores_placed
 
@@ -54,7 +56,7 @@ def other(config: EngineConfig, folder, **fields):
 
 @asynccontextmanager
 async def two_cores(config: EngineConfig, node, patience: float = 60.0):
-    far = FarCores(config, patience)
+    far = FarCores(config, patience=patience)
     cores = [
         CoreClient(config, engine_index=rank, runner=RUNNER, far=far, events_addresses=ANYWHERE, replay_addresses=ANYWHERE)
         for rank in range(config.parallel.data_parallel_size)
@@ -155,20 +157,33 @@ async def test_a_node_that_differs_is_told_in_what_and_one_that_never_comes_is_n
 
 
 async def test_a_rank_that_another_node_has_is_refused_there_alone(tmp_path):
-    config = on_nodes(size=3)
-    first = other(config, tmp_path)
+    config = on_nodes(size=4)
     parallel = msgspec.structs.replace(config.parallel, data_parallel_start_rank=1, data_parallel_size_local=2)
-    far = FarCores(config, 60.0)
-    starting = asyncio.create_task(far.stream(2))
-    second = headless(msgspec.structs.replace(config, parallel=parallel), tmp_path, RUNNER)
-    # Whichever comes first has it.
-    while first.poll() is None and second.poll() is None:
+    far = FarCores(config, patience=60.0)
+    meeting = asyncio.create_task(far.streams())
+    both = [other(config, tmp_path), headless(msgspec.structs.replace(config, parallel=parallel), tmp_path, RUNNER)]
+    while all(node.poll() is None for node in both):
         await asyncio.sleep(0.05)
-    third = msgspec.structs.replace(parallel, data_parallel_start_rank=2, data_parallel_size_local=1)
-    last = headless(msgspec.structs.replace(config, parallel=third), tmp_path, RUNNER)
-    (await asyncio.wait_for(starting, 60)).close()
-    first.kill(), last.kill()
-    first.communicate(), last.communicate()
+    [ended] = [node for node in both if node.poll() is not None]
+    assert f"ConfigError: data-parallel rank 1 is taken: the node at {HOST} has it" in ended.communicate()[1]
+    assert not meeting.done(), "the others are still waited for"
+    far.close()
+    with pytest.raises(GroupFailed, match="has been closed"):
+        await meeting
+    for node in both:
+        node.kill()
+        node.wait()
+
+
+def test_wires_join_the_ranks_of_cores_that_divide_experts_on_several_nodes():
+    parallel = ParallelConfig(data_parallel_size=3, tensor_parallel_size=2, expert_parallel=True)
+    layout = CoreLayout.of(parallel, [0, 1])
+    assert [layout.node(rank) for rank in range(6)] == [0, 0, 1, 1, 1, 1]
+    wires = layout.wires()
+    assert [wire[:2] for wire in wires if wire.kind == "core"] == [(0, 2), (0, 4)]
+    assert [wire[:2] for wire in wires if wire.kind == "steps"] == [(0, 2), (0, 4)]
+    assert [wire[:2] for wire in wires if wire.kind == "experts"] == [(0, 2), (1, 2), (2, 0), (3, 0), (4, 0), (5, 0)]
+    assert len(wires) == 10, "nothing moves without --enable-eplb"
 
 
 def test_flags_and_a_pods_group_say_which_cores_a_node_has():

@@ -34,7 +34,7 @@ def core_clients(
         shared: Whether several frontends will join each of them.
     """
     coupling = Coupling(config.parallel) if config.parallel.expert_ranks > 1 else None
-    far = FarCores(config) if config.parallel.cores_span_nodes else None
+    far = FarCores(config, coupling) if config.parallel.cores_span_nodes else None
     return [
         CoreClient(
             config.of_rank(rank),

@@ -46,11 +46,13 @@ class ExpertExchange:
         except BuildError as error:
             raise GroupFailed(f"{NEED}: {error}") from error
         self._group = group
-        self._comm = SharedComm(group.memory, group.rank, collectives, group.timeout)
+        ends = group.wires.sent_by(group.rank), group.wires.taken_by(group.rank)
+        self._comm = SharedComm(group.memory, group.rank, collectives, group.timeout, *ends)
         self._layers: Sequence[ExpertLayer] = ()
         self._balancer: ExpertBalancer | None = None
         if group.moves is not None and group.eplb is not None:
-            moves = SharedComm(group.moves, group.rank, native_collectives(group.isa), group.timeout)
+            ends = group.move_wires.sent_by(group.rank), group.move_wires.taken_by(group.rank)
+            moves = SharedComm(group.moves, group.rank, native_collectives(group.isa), group.timeout, *ends)
             self._balancer = ExpertBalancer(group.eplb, ExpertMover(moves))
         self.is_open = False
         self._tokens = np.zeros(group.cores, np.int64)

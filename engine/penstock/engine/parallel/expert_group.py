@@ -7,6 +7,28 @@ from penstock.engine.parallel.shared_memory import SharedMemory
 from penstock.kernels.cpu.isa import IsaName
 
 
+class ExpertWires(NamedTuple):
+    """Connections to ranks on other nodes, as file descriptors."""
+
+    outgoing: tuple[tuple[int, int, int], ...] = ()
+    """A rank that sends, the connection, and the rank that takes in there."""
+    incoming: tuple[tuple[int, int], ...] = ()
+    """A rank that takes in for all ranks of its node, and the connection."""
+
+    @property
+    def descriptors(self) -> tuple[int, ...]:
+        """To be passed on."""
+        return (*(fd for _, fd, _ in self.outgoing), *(fd for _, fd in self.incoming))
+
+    def sent_by(self, rank: int) -> list[tuple[int, int]]:
+        """Where a rank sends: the connection, and the rank there."""
+        return [(fd, other) for sender, fd, other in self.outgoing if sender == rank]
+
+    def taken_by(self, rank: int) -> list[int]:
+        """What a rank takes in."""
+        return [fd for receiver, fd in self.incoming if receiver == rank]
+
+
 class ExpertGroup(NamedTuple):
     """Of a rank that has some of each layer's experts, and all of them whole."""
 
@@ -24,6 +46,9 @@ class ExpertGroup(NamedTuple):
     """All ranks', for weights that move beside steps; None: experts stay where they are."""
     eplb: EplbConfig | None = None
     """When they move."""
+    wires: ExpertWires = ExpertWires()
+    """To ranks on other nodes. So is the next, for weights that move."""
+    move_wires: ExpertWires = ExpertWires()
 
     @property
     def world(self) -> int:
@@ -50,11 +75,14 @@ class CoreExperts(NamedTuple):
     """Its number."""
     moves: tuple[int, ...] = ()
     """The same of what they share to move experts; empty: experts stay where they are."""
+    wires: ExpertWires = ExpertWires()
+    """Of the core's ranks. So is the next."""
+    move_wires: ExpertWires = ExpertWires()
 
     @property
     def descriptors(self) -> tuple[int, ...]:
         """To be passed on to each rank."""
-        return (*self.memories, *self.moves)
+        return (*self.memories, *self.moves, *self.wires.descriptors, *self.move_wires.descriptors)
 
 
 def expert_group(
@@ -64,4 +92,5 @@ def expert_group(
     each, world = parallel.tensor_parallel_size, parallel.expert_ranks
     moves = SharedMemory(experts.moves[stage], world) if experts.moves else None
     memory = SharedMemory(experts.memories[stage], world)
-    return ExpertGroup(experts.core * each + rank, each, memory, timeout, isa, moves, parallel.eplb)
+    wires = experts.wires, experts.move_wires
+    return ExpertGroup(experts.core * each + rank, each, memory, timeout, isa, moves, parallel.eplb, *wires)

@@ -6,13 +6,15 @@ from typing import Literal, NamedTuple
 
 from penstock.engine.config import ConfigError, ParallelConfig
 
-WireKind = Literal["sums", "core"]
+WireKind = Literal["sums", "core", "steps", "experts", "moves"]
 
 
 class Wire(NamedTuple):
     """A connection between ranks on different nodes. In one pipeline stage the receiver takes in, for all ranks of its node, what
-    the sender adds to sums; between two stages it takes in the sender's hidden states. `core` is the way of a frontend to a
-    core on another node."""
+    the sender adds to sums; between two stages it takes in the sender's hidden states.
+
+    `core` is the way of a frontend to a core on another node. By `steps` two cores tell each other of those that they begin. By
+    `experts` and `moves` the receiver takes in what the sender gives to exchanges of all cores."""
 
     sender: int
     receiver: int
@@ -78,17 +80,39 @@ class Layout(NamedTuple):
 
 
 class CoreLayout(NamedTuple):
-    """The cores of a replica: consecutive ones are on a node. The frontend is on the node of the first."""
+    """The cores of a replica: consecutive ones are on a node. The frontend is on the node of the first. In wires a core is known
+    by its first rank: those of core 1 follow those of core 0."""
 
     starts: Sequence[int]
     """The first core of each node."""
-    size: int
-    """Cores."""
+    cores: int
+    tensor: int
+    """Ranks of a core."""
+    kinds: Sequence[WireKind]
+    """What ranks of different cores exchange."""
 
-    def node(self, core: int) -> int:
-        """Where a core runs."""
-        return bisect_right(self.starts, core) - 1
+    @classmethod
+    def of(cls, config: ParallelConfig, starts: Sequence[int]) -> "CoreLayout":
+        """Return the layout of cores of which the nodes have brought the first ones."""
+        kinds: list[WireKind] = ["experts"] if config.is_in_step else []
+        if config.is_in_step and config.eplb is not None:
+            kinds.append("moves")
+        return cls(starts, config.data_parallel_size, config.tensor_parallel_size, kinds)
+
+    def node(self, rank: int) -> int:
+        """Where a rank runs."""
+        return bisect_right(self.starts, rank // self.tensor) - 1
 
     def wires(self) -> list[Wire]:
-        """All connections between nodes: from the frontend to each core that is not on its node."""
-        return [Wire(0, core, "core") for core in range(self.size) if self.node(core)]
+        """All connections between nodes."""
+        ranks = range(self.cores * self.tensor)
+        firsts = ranks[:: self.tensor]
+        found = [Wire(0, core, "core") for core in firsts if self.node(core)]
+        if self.kinds:
+            found += [Wire(one, other, "steps") for one in firsts for other in firsts if self.node(one) < self.node(other)]
+        for kind in self.kinds:
+            for sender in ranks:
+                found += [
+                    Wire(sender, start * self.tensor, kind) for at, start in enumerate(self.starts) if at != self.node(sender)
+                ]
+        return found

@@ -73,6 +73,12 @@ class Close(msgspec.Struct, frozen=True, tag="close"):
     """The engine ends in good order."""
 
 
+class CoreLost(msgspec.Struct, frozen=True, tag="core_lost"):
+    """A core of another node has ended."""
+
+    core: int
+
+
 class Started(msgspec.Struct, frozen=True, tag="started"):
     """The ranks' processes are there."""
 
@@ -103,7 +109,7 @@ class Marks(msgspec.Struct, frozen=True, tag="marks"):
 
 Greeting = NodeHello | WireHello
 Answer = Welcome | TurnedAway
-Task = Order | BesideOrder | ShowStack | Close
+Task = Order | BesideOrder | ShowStack | CoreLost | Close
 Report = Started | Said | Ended | Marks
 
 encode = msgspec.msgpack.Encoder().encode

@@ -156,8 +156,6 @@ class CoreClient(CoreConnection):
             kv_events=kv_events,
             runner=runner,
             frontends_address=str(self._folder / "frontends") if shared else None,
-            wave=None if coupling is None else coupling.waves.end,
-            experts=None if coupling is None else coupling.experts(engine_index),
         )
         self._inbox = Inbox()
         self._process: asyncio.subprocess.Process | None = None
@@ -181,19 +179,22 @@ class CoreClient(CoreConnection):
             inbox.bind(self._address)
         except OSError as error:
             raise CoreError(f"no socket for the engine core, see TMPDIR: {error}") from error
-        here = self._start.engine_index in self._config.parallel.local_cores
-        if self._far is None or here:
-            await self._run("process", () if self._coupling is None else self._coupling.descriptors)
-        else:
-            with await self._stream(self._far) as stream:
+        core, coupling = self._start.engine_index, self._coupling
+        if self._far is not None and core not in self._config.parallel.local_cores:
+            with (await self._streams(self._far)).pop(core) as stream:
                 self._start = msgspec.structs.replace(self._start, stream=stream.fileno())
                 await self._run("stand_in", (stream.fileno(),))
+        elif coupling is None:
+            await self._run("process", ())
+        else:
+            if self._far is not None:  # whose cores this one makes steps with
+                await self._streams(self._far)
+            joined = {"wave": coupling.wave(core), "experts": coupling.experts(core)}
+            self._start = msgspec.structs.replace(self._start, **joined)
+            await self._run("process", coupling.descriptors(core))
         assert self._process is not None
         self._exited = asyncio.create_task(self._process.wait())
-        if (coupling := self._coupling) is not None:
-            self._exited.add_done_callback(lambda _: coupling.core_ended(self._start.engine_index))
-        if (far := self._far) is not None:
-            self._exited.add_done_callback(lambda _: far.core_ended())
+        self._exited.add_done_callback(lambda _: self._ended())
         # What it said last may still be under way.
         self._exited.add_done_callback(lambda _: loop.call_later(_LAST_WORDS_S, inbox.end))
         start = messages.encode(self._start)
@@ -207,9 +208,9 @@ class CoreClient(CoreConnection):
             self._remove_folder()  # both ends have met: nothing is left behind, even by a frontend that is killed
         return message
 
-    async def _stream(self, far: FarCores) -> socket.socket:
+    async def _streams(self, far: FarCores) -> dict[int, socket.socket]:
         try:
-            return await far.stream(self._start.engine_index)
+            return await far.streams()
         except GroupFailed as error:
             raise CoreError(str(error)) from error
 
@@ -261,10 +262,16 @@ class CoreClient(CoreConnection):
             raise CoreError(self._obituary())
         message = messages.decode_output(payload)
         if isinstance(message, CoreFailed):
-            if self._far is not None:
-                self._far.core_ended()
+            self._ended()
             raise ConfigError(message.message) if message.refused else CoreError(message.message)
         return message
+
+    def _ended(self) -> None:
+        """Those who wait for the core hear that it has ended, unless all are to end."""
+        if self._coupling is not None:
+            self._coupling.core_ended(self._start.engine_index)
+        if self._far is not None:
+            self._far.core_ended(self._start.engine_index)
 
     def _obituary(self) -> str:
         if self._exited is None:

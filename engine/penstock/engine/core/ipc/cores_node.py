@@ -7,11 +7,11 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
 from typing import Final
 
 from penstock.engine import messages
 from penstock.engine.config import EngineConfig
+from penstock.engine.core.ipc.coupling import Coupling
 from penstock.engine.core.ipc.framing import framed
 from penstock.engine.environment import computing
 from penstock.engine.kv_events_config import KVEventsConfig
@@ -20,8 +20,8 @@ from penstock.engine.parallel import node_words
 from penstock.engine.parallel.errors import GroupFailed
 from penstock.engine.parallel.fingerprint import fingerprint
 from penstock.engine.parallel.frames import FrameReader
-from penstock.engine.parallel.layout import CoreLayout, Wire
-from penstock.engine.parallel.node_words import Close
+from penstock.engine.parallel.layout import CoreLayout
+from penstock.engine.parallel.node_words import Close, CoreLost
 from penstock.engine.parallel.rendezvous import connect, join
 
 _CLOSE_S: Final = 5.0
@@ -46,14 +46,19 @@ class CoresNode:
         parallel = config.parallel
         self._config, self._runner, self._kv_events = config, runner, kv_events
         joined = join(parallel, fingerprint(config))
-        layout = CoreLayout(joined.starts, parallel.data_parallel_size)
-        wires = connect(layout, layout.node(parallel.data_parallel_start_rank), joined, parallel.timeout)
+        layout = CoreLayout.of(parallel, joined.starts)
+        own = joined.starts.index(parallel.data_parallel_start_rank)
+        wires = connect(layout, own, joined, parallel.timeout)
+        streams = {wire.receiver // layout.tensor: wires.pop(wire) for wire in list(wires) if wire.kind == "core"}
+        self._coupling = Coupling(parallel) if parallel.is_in_step else None
+        if self._coupling is not None:
+            self._coupling.connect(wires)
         self._link, self._reader, self._poll = joined.link, FrameReader(joined.link), select.poll()
         self._poll.register(self._link, select.POLLIN)
         self._cores = dict[int, tuple[int, subprocess.Popen[bytes]]]()
         """By a descriptor that is readable when the core has ended, its number and its process."""
-        for core in parallel.local_cores:
-            self._start(core, wires)
+        for core, stream in streams.items():
+            self._start(core, stream)
         self._ending = False
 
     def run(self) -> None:
@@ -65,10 +70,12 @@ class CoresNode:
         finally:
             self._link.close()
             self._close()
+            if self._coupling is not None:
+                self._coupling.close()
 
-    def _start(self, core: int, wires: Mapping[Wire, socket.socket]) -> None:
-        config = self._config.of_rank(core)
-        with wires[Wire(0, core, "core")] as stream:
+    def _start(self, core: int, stream: socket.socket) -> None:
+        config, coupling = self._config.of_rank(core), self._coupling
+        with stream:
             own = stream.getsockname()[0]
             anywhere = f"tcp://[{own}]:*" if ":" in own else f"tcp://{own}:*"
             start = CoreStart(
@@ -81,12 +88,15 @@ class CoresNode:
                 runner=self._runner,
                 kv_events=self._kv_events,
                 stream=stream.fileno(),
+                wave=None if coupling is None else coupling.wave(core),
+                experts=None if coupling is None else coupling.experts(core),
             )
+            inherited = () if coupling is None else coupling.descriptors(core)
             process = subprocess.Popen(
                 [sys.executable, "-m", "penstock.engine.core.ipc.process"],
                 stdin=subprocess.PIPE,
                 env=computing(config),
-                pass_fds=(stream.fileno(),),
+                pass_fds=(stream.fileno(), *inherited),
             )
         assert process.stdin is not None
         process.stdin.write(framed(messages.encode(start)))
@@ -97,14 +107,21 @@ class CoresNode:
 
     def _obey(self) -> None:
         for frame in self._reader.read():
-            if isinstance(node_words.decode_task(frame), Close):
-                self._ending = True
+            match node_words.decode_task(frame):
+                case CoreLost(core) if self._coupling is not None:
+                    self._coupling.core_ended(core)
+                case Close():
+                    self._ending = True
+                case _:
+                    pass  # cores that wait for no others need not know
         if self._reader.ended and not self._ending:
             raise GroupFailed("the node of data-parallel rank 0 is gone, or has ended the replica; its log says why")
 
     def _bury(self, ended: int) -> None:
-        """A core has ended, which its connection tells the first node. The others go on with what they have."""
+        """A core has ended, which its connection tells the first node. Others go on with what they have, unless they need it."""
         core, process = self._cores.pop(ended)
+        if self._coupling is not None:
+            self._coupling.core_ended(core)
         self._poll.unregister(ended)
         os.close(ended)
         status = process.wait()

@@ -6,16 +6,17 @@ import threading
 from contextlib import suppress
 
 from penstock.engine.config import ConfigError, EngineConfig
+from penstock.engine.core.ipc.coupling import Coupling
 from penstock.engine.parallel import node_words
 from penstock.engine.parallel.errors import GroupFailed
 from penstock.engine.parallel.fingerprint import fingerprint
 from penstock.engine.parallel.frames import send_frame
-from penstock.engine.parallel.layout import CoreLayout, Wire
-from penstock.engine.parallel.node_words import Close
+from penstock.engine.parallel.layout import CoreLayout
+from penstock.engine.parallel.node_words import Close, CoreLost
 from penstock.engine.parallel.rendezvous import JOIN_S, Master, connect
 
-_Met = tuple[list[socket.socket], dict[Wire, socket.socket]]
-"""A connection to each other node, and the wires."""
+_Met = tuple[list[socket.socket], dict[int, socket.socket]]
+"""A connection to each other node, and by number one to each core there."""
 
 
 class FarCores:
@@ -23,17 +24,18 @@ class FarCores:
 
     Args:
         config: Of the replica.
+        coupling: Of cores that divide experts: gets the connections to those elsewhere.
         patience: Seconds for the nodes to come.
     """
 
-    def __init__(self, config: EngineConfig, patience: float = JOIN_S) -> None:
-        self._config, self._patience = config, patience
+    def __init__(self, config: EngineConfig, coupling: Coupling | None = None, patience: float = JOIN_S) -> None:
+        self._config, self._coupling, self._patience = config, coupling, patience
         self._meeting: asyncio.Future[_Met] | None = None
         self._over = threading.Event()
         self._failed = False
 
-    async def stream(self, core: int) -> socket.socket:
-        """The connection to a core, once all nodes have come; to be closed by the caller.
+    async def streams(self) -> dict[int, socket.socket]:
+        """The connections to cores elsewhere, once all nodes have come. The caller takes away and closes those that it uses.
 
         Raises:
             ConfigError: A node differs from this one, or this one cannot be reached as it was asked to.
@@ -43,29 +45,39 @@ class FarCores:
             self._meeting = asyncio.get_running_loop().create_future()
             # Not a task's thread, for which the end of the process would wait.
             threading.Thread(target=self._meet, args=[self._meeting], name="meeting", daemon=True).start()
-        _, wires = await asyncio.shield(self._meeting)
-        return wires.pop(Wire(0, core, "core"))
+        _, streams = await asyncio.shield(self._meeting)
+        return streams
 
-    def core_ended(self) -> None:
-        """A core has ended by itself."""
-        self._failed = self._failed or not self._over.is_set()
+    def core_ended(self, core: int) -> None:
+        """A core has ended by itself: the other nodes are told, whose cores may wait for it."""
+        if self._over.is_set():
+            return
+        self._failed = True
+        for link in self._links:
+            with suppress(OSError):
+                send_frame(link, node_words.encode(CoreLost(core)))
+
+    @property
+    def _links(self) -> list[socket.socket]:
+        if self._meeting is None or not self._meeting.done() or self._meeting.exception():
+            return []
+        return self._meeting.result()[0]
 
     def close(self) -> None:
         """Have the other nodes end, in good order unless a core has failed; safe to call twice."""
         if self._over.is_set():
             return
         self._over.set()
-        if self._meeting is not None and self._meeting.done() and not self._meeting.exception():
-            links, wires = self._meeting.result()
-            self._leave(links, wires)
+        if self._links and self._meeting is not None:
+            self._leave(*self._meeting.result())
 
-    def _leave(self, links: list[socket.socket], wires: dict[Wire, socket.socket]) -> None:
+    def _leave(self, links: list[socket.socket], streams: dict[int, socket.socket]) -> None:
         for link in links:
             with suppress(OSError):
                 if not self._failed:
                     send_frame(link, node_words.encode(Close()))
             link.close()
-        for stream in wires.values():
+        for stream in streams.values():
             stream.close()
 
     def _meet(self, meeting: "asyncio.Future[_Met]") -> None:
@@ -87,12 +99,17 @@ class FarCores:
         master = Master(parallel, self._patience)
         links = master.gather(fingerprint(self._config), self._patience, self._over)
         joined = master.welcome()
+        layout = CoreLayout.of(parallel, joined.starts)
         try:
-            return links, connect(CoreLayout(joined.starts, parallel.data_parallel_size), 0, joined, parallel.timeout)
+            wires = connect(layout, 0, joined, parallel.timeout)
         except GroupFailed:
             for link in links:
                 link.close()
             raise
+        streams = {wire.receiver // layout.tensor: wires.pop(wire) for wire in layout.wires() if wire.kind == "core"}
+        if self._coupling is not None:
+            self._coupling.connect(wires)
+        return links, streams
 
 
 def _settle(meeting: "asyncio.Future[_Met]", told: _Met | Exception) -> None:

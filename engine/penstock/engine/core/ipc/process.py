@@ -56,7 +56,7 @@ class CoreLoop:
         publisher: Of the event stream, if anybody may subscribe to it.
         vllm_publisher: Of the same in vLLM's form, if it was asked for.
         watchdog_timeout: Seconds of silence after which the log gets every thread's stack.
-        wave: Its bell, if any, wakes the core for the steps of others.
+        wave: Its bells, if any, wake the core for the steps of others.
     """
 
     def __init__(
@@ -82,7 +82,8 @@ class CoreLoop:
                 port.watch(vllm_publisher.replay_socket)
         self._wave = wave
         if wave is not None:
-            port.watch(wave.bell)
+            for bell in wave.bells:
+                port.watch(bell)
         self._last_report = -HEARTBEAT_S
         self._watch_again = 0.0
         self._busy_until = time.monotonic()
