@@ -12,6 +12,7 @@ import json
 import re
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 
 import aot_dense
 import aot_sampling
@@ -38,7 +39,7 @@ def steps() -> None:
         return empty(*shape, dtype=torch.int64)
 
     state = RowState(ints(257, 8192), ints(257), ints(1, 257, 512), ints(1), ints(257))
-    step = StepRequest(ints(256), ints(257), ints(256), ints(1))
+    step = StepRequest(ints(256), ints(257), ints(256), ints(1), ints(1))
     inputs = StepInputs(ints(256), longs(256), longs(1, 256), ints(256), ints(256), longs(256))
     step_state.apply_changes(ints(1 << 16), 770, 3, Targets([ints(257, 8192)]))
     step_state.prepare_inputs(step, state, inputs)
@@ -58,14 +59,17 @@ def attention(
     table: LaunchTable = fast_launches,
     dtype: torch.dtype = torch.bfloat16,
     kept: torch.dtype | None = None,
+    shares: bool = False,
 ) -> Callable[[], None]:
     """Of query heads, key heads and head size: a step of so many requests and tokens, with so many queries a request at most.
-    `kept`: the cache's dtype, of eight bits; None: that of the queries."""
+    `kept`: the cache's dtype, of eight bits; None: that of the queries. `shares`: with a prefix of all requests."""
 
     def launch() -> None:
         num_heads, kv_heads, head_size = heads
         lens, starts, blocks = (empty(*size, dtype=torch.int32) for size in ((requests,), (requests + 1,), (257, 2048)))
         batch = DeviceBatch(block_size, lens, starts, lens, blocks, window, queries, tokens)
+        if shares:
+            batch = replace(batch, shared=empty(1, dtype=torch.int32))
         q = empty(tokens, num_heads, head_size, dtype=dtype)
         cache = empty(64, 2, kv_heads, block_size, row_size(head_size, kept or dtype), dtype=kept or dtype)
         of_heads = empty(num_heads) if sinks else None
@@ -94,6 +98,7 @@ LAUNCHES: list[Callable[[], None]] = [
     attention(EIGHT_B, 9, 2048, 2048),
     attention(EIGHT_B, 1, 100, 100),
     attention(EIGHT_B, 9, 2048, 2048, table=invariant_launches),
+    attention(EIGHT_B, 64, 1, 64, shares=True),
     attention(EIGHT_B, 512, 1, 512, kept=torch.float8_e4m3fn),
     attention(EIGHT_B, 9, 2048, 2048, kept=torch.float8_e4m3fn),
     attention(EIGHT_B, 9, 2048, 2048, kept=torch.int8),
@@ -112,6 +117,9 @@ FAMILIES = {
     "Gemma 3 27B, decodes within a window": attention((32, 16, 128), 512, 1, 512, window=1024),
     "Gemma 3 12B, few decodes within a window": attention((16, 8, 256), 8, 1, 8, window=1024),
     "Gemma 3 12B, 16 drafts": attention((16, 8, 256), 8, 16, 128, window=1024),
+    "8 billion parameters, a prefix of many decodes": attention(EIGHT_B, 512, 1, 512, shares=True),
+    "8 billion parameters, a prefix of few decodes": attention(EIGHT_B, 8, 1, 8, shares=True),
+    "Gemma 2 9B, a prefix behind softcaps": attention((16, 8, 256), 64, 1, 64, softcap=50.0, shares=True),
     "8 billion parameters, few decodes": attention(EIGHT_B, 8, 1, 8),
     "8 billion parameters, 8 drafts": attention(EIGHT_B, 8, 8, 64),
     "8 billion parameters, 16 drafts": attention(EIGHT_B, 8, 16, 128),
@@ -158,7 +166,9 @@ def _took(kernel: CompiledKernel) -> dict[str, object]:
     took: dict[str, object] = {"name": kernel.name, "registers": registers, "stack": stack, "shared": kernel.shared}
     ptx = kernel.ptx.read_text()
     took |= {"waits": _waits(ptx), "prefetches": ptx.count("prefetch.global")}
-    if kernel.name.startswith(("paged_attention_", "_few_rows")):  # to disassemble all takes longer than to compile them
+    if kernel.name.startswith(
+        ("paged_attention_", "_prefix_attention", "_few_rows")
+    ):  # to disassemble all takes longer than to compile them
         took |= _pipeline(kernel.assembly())
     return took
 

@@ -34,6 +34,7 @@ REGISTERS = {
     "paged_attention_short_split": 255,
     "paged_attention_long": 255,  # of 256 threads: one
     "paged_attention_long_split": 255,
+    "_prefix_attention_kernel": 255,  # of 256 threads: one
     "_latent_attention_kernel": 128,  # of 256 threads: two
     "_apply_changes_kernel": 40,
     "_prepare_inputs_kernel": 32,
@@ -42,7 +43,10 @@ REGISTERS = {
 """At most, by kernel: what keeps the occupancy that its launch counts on. Every kernel is named."""
 
 
-SPILLS = {"Gemma 3 27B, decodes within a window": 8}
+SPILLS = {
+    ("Gemma 3 27B, decodes within a window", "paged_attention_short"): 8,
+    ("8 billion parameters, a prefix of many decodes", "paged_attention_short"): 8,
+}
 """Bytes of stack a thread that are known and kept: a load and a store a program, outside of the loops over keys."""
 
 
@@ -84,7 +88,7 @@ def test_prompts_attend_by_hoppers_own_matrix_products(compiled):
 
 def test_attention_multiplies_while_further_tiles_are_on_their_way(compiled):
     """`DEPBAR.LE SB0, 0x3`: two tiles of keys and values, and block numbers. With 0x0 a loop waits for what it just asked for."""
-    of = [kernel["depth"] for kernel in compiled if kernel["name"].startswith("paged")]
+    of = [kernel["depth"] for kernel in compiled if kernel["name"].startswith(("paged", "_prefix"))]
     assert len(of) >= 5 and min(of) >= 3
 
 
@@ -115,7 +119,7 @@ def test_attention_of_other_families_and_steps_is_as_good(tmp_path):
     for kernel in gates(tmp_path, "families"):
         assert kernel["shared"] <= ARCHITECTURES["sm_90"], kernel
         if not kernel["wide"]:
-            assert kernel["stack"] == SPILLS.get(kernel["case"], 0), kernel
+            assert kernel["stack"] == SPILLS.get((kernel["case"], kernel["name"]), 0), kernel
             assert kernel.get("depth", 3) >= 3 and kernel.get("single", 0) < SINGLE, kernel
 
 

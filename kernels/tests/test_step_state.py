@@ -41,7 +41,7 @@ class Case:
         self.adapters = rng.integers(-1, 4, rows + 1).astype(np.int32)
         arrays = (self.token_ids, self.computed, self.tables, self.sizes, self.adapters)
         self.state = RowState(*map(self.tensor, arrays))
-        self.step = StepRequest(*(self.tensor(x) for x in (self.rows, self.starts, self.samples, [2])))
+        self.step = StepRequest(*(self.tensor(x) for x in (self.rows, self.starts, self.samples, [2], [0])))
         n, r = self.num_tokens, len(self.rows)
         self.inputs = StepInputs(
             input_ids=torch.full((n,), 77, dtype=torch.int32, device=device),

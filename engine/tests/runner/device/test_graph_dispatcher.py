@@ -272,3 +272,20 @@ def test_the_estimate_is_a_pool_and_the_launches_of_each_graph() -> None:
     assert estimate("PIECEWISE", **logits) == launches
     assert estimate("FULL_AND_PIECEWISE", **logits) == 2 * launches + 16 * 1000
     assert estimate("FULL_AND_PIECEWISE", **logits, verifies=True) == 3 * launches + 64 * 1000, "of each token"
+
+
+def test_a_shared_prefix_is_read_apart_where_there_is_a_graph_for_it() -> None:
+    """One kind of graph serves steps with adapters and without; without it the step has the graph that it has otherwise."""
+    dispatcher = captured(served_by={"greedy": ("greedy", "any"), None: (None,), "any": ("any",)})
+    shares = Batch(3, 3, 1, variant="greedy", shares=True)
+    dispatcher.add(GraphMode.FULL, BatchDescriptor(4, 4, 1, False, "greedy"))
+    assert dispatcher.dispatch(shares)[1:] == (BatchDescriptor(4, 4, 1, False, "greedy"), reasons.UNIFORM)
+    found = dispatcher.sharing_candidates(True, "any")
+    assert [(key.num_reqs, key.shares) for key in found] == [(16, True), (8, True), (4, True), (2, True)], (
+        "a lone request has none"
+    )
+    for key in found:
+        dispatcher.add(GraphMode.FULL, key)
+    expected = BatchDescriptor(4, 4, 1, True, "any", shares=True), reasons.SHARED_PREFIX
+    assert dispatcher.dispatch(shares)[1:] == dispatcher.dispatch(shares._replace(has_lora=True))[1:] == expected
+    assert not dispatcher.dispatch(shares._replace(shares=False)).descriptor.shares

@@ -18,8 +18,6 @@ class DeviceBatch:
 
     Padding is of two kinds, and both get zeros as a result. A padding request has `seq_lens` 0 and a row nobody uses; padding
     tokens are those from `query_start_loc[r]` on, up to `num_tokens`.
-
-    Where more will go: a prefix that the whole batch shares (cascade) is two numbers here.
     """
 
     block_size: int
@@ -38,6 +36,10 @@ class DeviceBatch:
     """No request has more queries. It selects the launch and nothing else, so that any bound does."""
     num_tokens: int
     """Queries of the flat batch, padding included."""
+    shared: torch.Tensor | None = None
+    """[1], int32, of requests with one query each and without a window: so many first tokens of all requests lie in the blocks of
+    the first one, a multiple of `SHARED_STEP` and before each query's own token; 0: none. It changes what is launched and read,
+    and not what the result is. None: requests have nothing to do with each other."""
 
     @property
     def num_requests(self) -> int:

@@ -16,7 +16,7 @@ import triton.language as tl
 from penstock.kernels.dependent_launch import early, wait
 from penstock.kernels.paged_attention.device_batch import DeviceBatch
 from penstock.kernels.paged_attention.launch import power_of_two
-from penstock.kernels.paged_attention.triton import product_types, request_of, row_scales, widened
+from penstock.kernels.paged_attention.tiles import product_types, request_of, row_scales, widened
 
 _HEADS, _TILE = 16, 32
 _LOG2E = 1.4426950408889634

@@ -14,18 +14,18 @@ Sums are float32, as ever: nothing is added up in eight bits. The scales of a he
 has a scale of its own, scores are multiplied by those of the keys, and weights by those of the values.
 """
 
-# pyright: reportCallIssue=false
-# Triton types a launch without its options.
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false
+# Triton types a launch without its options, and its loops not at all.
 
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
-from triton import knobs
 
 from penstock.kernels.dependent_launch import early, wait
 from penstock.kernels.paged_attention.device_batch import DeviceBatch
+from penstock.kernels.paged_attention.latent_triton import latent_attention
 from penstock.kernels.paged_attention.launch import (
     AttentionShape,
     AttentionWorkspace,
@@ -34,163 +34,35 @@ from penstock.kernels.paged_attention.launch import (
     merge_chunk,
     power_of_two,
 )
+from penstock.kernels.paged_attention.prefix import PrefixWorkspace
+from penstock.kernels.paged_attention.prefix_triton import attend_prefix
+from penstock.kernels.paged_attention.tiles import attend, finished, joined, merged, product_types, request_of, score_factors
 from penstock.kernels.prepare_kv.cache_rows import SCALED
 
-_TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
-_LOG2E = 1.4426950408889634
 _VARYING = ["num_requests", "num_tokens", "splits"]
-_SMALL = ["rows", "query_start_loc", "seq_lens", "block_table", "sinks", "scales"]
-
-
-def product_types(dtype: torch.dtype, kept: torch.dtype) -> tuple[tl.dtype, tl.dtype]:
-    """What keys and what values are multiplied in, for queries and a cache of these dtypes."""
-    if knobs.runtime.interpret:  # which multiplies bfloat16 wrongly; nothing is compiled then
-        return tl.float32, tl.float32
-    if kept.itemsize > 1 or dtype is torch.float32:
-        return _TYPES[dtype], _TYPES[dtype]
-    # Weights are 1 at most, and float16 is the shorter way from eight bits; but times a row's scale they go below its range.
-    return _TYPES[dtype], tl.bfloat16 if kept is SCALED else tl.float16
-
-
-@triton.jit
-def request_of(query_start_loc, num_requests, at, BLOCK_Q: tl.constexpr):
-    """The request that tile `at` of BLOCK_Q queries belongs to: request i begins at tile start_i / BLOCK_Q + i, which leaves room
-    for a last tile that is not full. With BLOCK_Q 0, `at` is a token."""
-    low = 0
-    high = num_requests
-    while high - low > 1:
-        middle = (low + high) // 2
-        start = tl.load(query_start_loc + middle)
-        if BLOCK_Q > 0:
-            start = start // BLOCK_Q + middle
-        if start <= at:
-            low = middle
-        else:
-            high = middle
-    return low
-
-
-@triton.jit
-def row_scales(pointers, seen, MASKED: tl.constexpr):
-    """The float32 that stands at each of some places in a cache of int8."""
-    at = pointers.to(tl.pointer_type(tl.float32))
-    return tl.load(at, seen, 0.0) if MASKED else tl.load(at)
-
-
-@triton.jit
-def widened(x, TYPE: tl.constexpr, STAY: tl.constexpr):
-    """What a cache holds in the dtype that it is multiplied in. With STAY it is widened where it was read, before it goes to
-    where it is multiplied: values of eight bits would be brought there byte by byte."""
-    BITS: tl.constexpr = x.dtype.primitive_bitwidth
-    if x.dtype.is_fp8() and tl.bfloat16 == TYPE:
-        # The compiler's own way is an instruction for each number that half a warp runs at a time (F2F).
-        x = x.to(tl.float16).to(tl.float32)
-    x = x.to(TYPE)
-    if STAY and BITS == 8 and tl.float32 != TYPE:
-        # Nothing is moved across what may have effects.
-        x = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2)
-    return x
-
-
-@triton.jit
-def _attend(
-    acc, total, maximum, query, kv, kv_stride, table, block_stride, position, start, stop, first_tile, end_tile, scale, cap,
-    HEAD: tl.constexpr, HEAD_BLOCK: tl.constexpr, ROW: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr,
-    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, MASKED: tl.constexpr, VALUES: tl.constexpr,
-):  # fmt: skip
-    """Takes in the keys of some tiles; without MASKED each row must see all of them."""
-    dims = tl.arange(0, HEAD_BLOCK)
-    real = dims < HEAD
-    LOAD_MASK: tl.constexpr = MASKED or HEAD < HEAD_BLOCK
-    SCALED: tl.constexpr = kv.dtype.element_ty == tl.int8
-    for tile in range(first_tile, end_tile):
-        keys = tile * TILE + tl.arange(0, TILE)
-        if MASKED:
-            seen = (keys >= start) & (keys < stop)
-            block = tl.load(table + keys // PAGE, seen, 0)
-        else:
-            seen = keys >= 0
-            block = tl.load(table + keys // PAGE)
-        there = seen[:, None] & real[None, :]
-        row = block.to(tl.int64) * block_stride + (keys % PAGE) * ROW
-        at = row[:, None] + dims[None, :]
-        key = tl.load(kv + at, there, 0.0) if LOAD_MASK else tl.load(kv + at)
-        # The precision is float32's, which takes three passes through the tensor cores; other types have but one.
-        score = tl.dot(query, tl.trans(widened(key, query.dtype, False)), input_precision="tf32x3")
-        if SCALED:
-            score *= row_scales(kv + row + HEAD, seen, MASKED)[None, :]
-        # cap · tanh(x) is written with an exponential; scale and cap come with its factors.
-        score = cap * (1.0 - 2.0 / (tl.exp2(score * scale) + 1.0)) if SOFTCAP else score * scale
-        if MASKED:
-            back = position[:, None] - keys[None, :]
-            visible = back >= 0
-            if WINDOW > 0:
-                visible = visible & (back < WINDOW)
-            score = tl.where(visible, score, float("-inf"))
-        highest = tl.maximum(maximum, tl.max(score, 1))
-        # With masks a row may have seen no key yet.
-        base = tl.where(highest == float("-inf"), 0.0, highest) if MASKED else highest
-        weight = tl.exp2(score - base[:, None])
-        shrink = tl.exp2(maximum - base)
-        maximum = highest
-        total = total * shrink + tl.sum(weight, 1)
-        acc = acc * shrink[:, None]
-        value = tl.load(kv + kv_stride + at, there, 0.0) if LOAD_MASK else tl.load(kv + kv_stride + at)
-        if SCALED:
-            weight *= row_scales(kv + kv_stride + row + HEAD, seen, MASKED)[None, :]
-        acc = tl.dot(weight.to(VALUES), widened(value, VALUES, True), acc, input_precision="tf32x3")
-    return acc, total, maximum
-
-
-@triton.jit
-def _finished(value, lse, sinks, head, inside):
-    """A row's result from the normalised sum of its values and the base-2 logarithm of its sum; with a sink as one more key."""
-    if sinks is not None:
-        sink = tl.load(sinks + head, inside, 0.0).to(tl.float32) * 1.4426950408889634
-        value = value / (1.0 + tl.exp2(sink - lse))[:, None]
-    return value
+_SMALL = ["rows", "query_start_loc", "seq_lens", "block_table", "sinks", "scales", "shared"]
 
 
 @triton.jit
 def _merge(
-    out, values, lse, sinks, slot, token, queries, kv_head, low, high, splits,
+    out, values, lse, sinks, shared, prefix, prefix_lse, slot, token, queries, kv_head, low, high, splits,
     GROUP: tl.constexpr, HEAD: tl.constexpr, HEAD_BLOCK: tl.constexpr, BLOCK_Q: tl.constexpr, ROWS: tl.constexpr,
     CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Writes a tile's result from what the splits from `low` to `high` have left, CHUNK of them at a time. A split's place in the
-    sums is its number, whichever others there are."""
+    """Writes a tile's result from what the splits from `low` to `high` have left."""
     heads = tl.num_programs(1) * GROUP
     row = tl.arange(0, ROWS)
     local = row // GROUP
     head = kv_head * GROUP + row % GROUP
     inside = (row < BLOCK_Q * GROUP) & (local < queries)
-    part = ((slot + local).to(tl.int64) * heads + head) * splits
-    out_at = ((token + local).to(tl.int64) * heads + head) * HEAD
+    part = (slot + local).to(tl.int64) * heads + head
+    value, of_all = merged(values, lse, part, inside, low, high, splits, HEAD, HEAD_BLOCK, ROWS, CHUNK)
+    place = (token + local).to(tl.int64) * heads + head
+    if shared is not None:
+        value, of_all = joined(value, of_all, shared, prefix, prefix_lse, place, inside, HEAD, HEAD_BLOCK)
     dims = tl.arange(0, HEAD_BLOCK)
-    at = tl.arange(0, CHUNK)
-    first = low // CHUNK
-    last = tl.cdiv(high, CHUNK)
-    highest = tl.full([ROWS], float("-inf"), tl.float32)
-    for chunk in range(first, last):
-        split = chunk * CHUNK + at
-        there = ((split >= low) & (split < high))[:, None] & inside[None, :]
-        found = tl.load(lse + split[:, None] + part[None, :], there, float("-inf"))
-        highest = tl.maximum(highest, tl.max(found, 0))
-    base = tl.where(highest == float("-inf"), 0.0, highest)
-    total = tl.zeros([ROWS], tl.float32)
-    acc = tl.zeros([ROWS, HEAD_BLOCK], tl.float32)
-    for chunk in range(first, last):
-        split = chunk * CHUNK + at
-        there = ((split >= low) & (split < high))[:, None] & inside[None, :]
-        found = tl.load(lse + split[:, None] + part[None, :], there, float("-inf"))
-        weight = tl.exp2(found - base[None, :])
-        total += tl.sum(weight, 0)
-        some = (found > float("-inf"))[:, :, None] & (dims < HEAD)[None, None, :]
-        place = (split[:, None] + part[None, :])[:, :, None] * HEAD + dims[None, None, :]
-        acc += tl.sum(tl.load(values + place, some, 0.0) * weight[:, :, None], 0)
-    total = tl.where(inside, total, 1.0)
-    merged = _finished(acc / total[:, None], base + tl.log2(total), sinks, head, inside)
-    tl.store(out + out_at[:, None] + dims[None, :], merged, inside[:, None] & (dims < HEAD)[None, :])
+    real = inside[:, None] & (dims < HEAD)[None, :]
+    tl.store(out + place[:, None] * HEAD + dims[None, :], finished(value, of_all, sinks, head, inside), real)
 
 
 def _name(specialization: Any) -> str:
@@ -202,7 +74,7 @@ def _name(specialization: Any) -> str:
 @triton.jit(repr=_name, do_not_specialize=[*_VARYING, "least_tiles"], do_not_specialize_on_alignment=_SMALL)
 def _paged_attention_kernel(
     out, values, lse, arrived, q, kv_cache, rows, query_start_loc, seq_lens, block_table, sinks, scales,
-    num_requests, num_tokens, splits, least_tiles, scale, cap,
+    shared, prefix, prefix_lse, num_requests, num_tokens, splits, least_tiles, scale, cap,
     q_token, q_head, block_stride, kv_stride, head_stride, table_stride,
     GROUP: tl.constexpr, HEAD: tl.constexpr, HEAD_BLOCK: tl.constexpr, ROW: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_Q: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
@@ -258,6 +130,8 @@ def _paged_attention_kernel(
     start = 0
     if WINDOW > 0:
         start = tl.maximum(lowest - WINDOW + 1, 0)
+    if shared is not None:
+        start = tl.load(shared)  # what lies before it is another launch's
     first_tile = start // TILE
     end_tile = tl.cdiv(stop, TILE)
     slot = begin + first + local if SEARCH else request * BLOCK_Q + local
@@ -293,17 +167,17 @@ def _paged_attention_kernel(
     if WINDOW > 0:
         full_start = tl.cdiv(tl.maximum(stop - WINDOW, 0), TILE)
         full_start = tl.maximum(tl.minimum(full_start, full_end), first_tile)
-        acc, total, maximum = _attend(
+        acc, total, maximum = attend(
             acc, total, maximum, query, kv, kv_stride, table, block_stride, position, start, stop, first_tile, full_start,
             scale, cap, HEAD, HEAD_BLOCK, ROW, PAGE, TILE, WINDOW, SOFTCAP, True, VALUES,
         )  # fmt: skip
     else:
         full_start = first_tile
-    acc, total, maximum = _attend(
+    acc, total, maximum = attend(
         acc, total, maximum, query, kv, kv_stride, table, block_stride, position, start, stop, full_start, full_end,
         scale, cap, HEAD, HEAD_BLOCK, ROW, PAGE, TILE, WINDOW, SOFTCAP, False, VALUES,
     )  # fmt: skip
-    acc, total, maximum = _attend(
+    acc, total, maximum = attend(
         acc, total, maximum, query, kv, kv_stride, table, block_stride, position, start, stop, full_end, end_tile,
         scale, cap, HEAD, HEAD_BLOCK, ROW, PAGE, TILE, WINDOW, SOFTCAP, True, VALUES,
     )  # fmt: skip
@@ -314,7 +188,9 @@ def _paged_attention_kernel(
         acc *= tl.load(scales + tl.num_programs(1) + kv_head)
     maximum = tl.where(total == 0.0, float("-inf"), maximum + tl.log2(total))
     if high - low == 1:
-        tl.store(out + out_at, _finished(acc, maximum, sinks, head, inside), real)
+        if shared is not None:
+            acc, maximum = joined(acc, maximum, shared, prefix, prefix_lse, token * heads + head, inside, HEAD, HEAD_BLOCK)
+        tl.store(out + out_at, finished(acc, maximum, sinks, head, inside), real)
     elif SPLIT:
         tl.store(values + part[:, None] * HEAD + dims[None, :], acc, real)
         tl.store(lse + part, maximum, inside)
@@ -324,8 +200,8 @@ def _paged_attention_kernel(
             tl.store(counter, 0)
             slot_0 = begin + first if SEARCH else request * BLOCK_Q
             _merge(
-                out, values, lse, sinks, slot_0, begin + first, query_len - first, kv_head, low, high, splits,
-                GROUP, HEAD, HEAD_BLOCK, BLOCK_Q, ROWS, CHUNK,
+                out, values, lse, sinks, shared, prefix, prefix_lse, slot_0, begin + first, query_len - first, kv_head,
+                low, high, splits, GROUP, HEAD, HEAD_BLOCK, BLOCK_Q, ROWS, CHUNK,
             )  # fmt: skip
 
 
@@ -339,6 +215,7 @@ def paged_attention(
     *,
     table: LaunchTable = fast_launches,
     workspace: AttentionWorkspace | None = None,
+    prefix: PrefixWorkspace | None = None,
     out: torch.Tensor | None = None,
     value_size: int = 0,
     scales: torch.Tensor | None = None,
@@ -354,35 +231,40 @@ def paged_attention(
         sinks: See the reference.
         table: How to launch.
         workspace: For what the table asks, ValueError where it is too small; None: allocated for the call.
+        prefix: For batches that share a prefix, ValueError where it is too small; None: allocated for the call.
         out: See the reference.
         value_size: See the reference.
         scales: See the reference.
     """
     if value_size:
-        # Imported late: it needs what is above.
-        from penstock.kernels.paged_attention.latent_triton import latent_attention
-
         return latent_attention(q, kv_cache, batch, scale, value_size, out, scales)
     num_heads, head_size = q.shape[1], q.shape[2]
     kv_heads, requests, tokens = kv_cache.shape[2], batch.num_requests, batch.num_tokens
     shape = AttentionShape(num_heads, kv_heads, head_size, q.element_size(), kv_cache.dtype is SCALED)
-    launches = table(shape, requests, batch.max_query_len, batch.block_table.shape[1] * batch.block_size, tokens)
+    max_keys = batch.block_table.shape[1] * batch.block_size
+    launches = table(shape, requests, batch.max_query_len, max_keys, tokens)
     if workspace is None:
         workspace = AttentionWorkspace.of(shape, launches, requests, tokens, q.device)
     else:
         workspace.check(shape, launches, requests, tokens)
     if out is None:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    cap = softcap * _LOG2E
-    factor = 2.0 * _LOG2E * scale / softcap if softcap else _LOG2E * scale
+    factor, cap = score_factors(scale, softcap)
+    found = None, None
+    if batch.shared is not None:
+        if prefix is None:
+            prefix = PrefixWorkspace.sized(shape, requests, max_keys, q.device)
+        attend_prefix(q, kv_cache, batch, shape, (factor, cap), scales, prefix)
+        found = prefix.values, prefix.lse
     padded = shape.padded_head_size
     keys, values = product_types(q.dtype, kv_cache.dtype)
     for launch in launches:
         rows = power_of_two(launch.block_q * shape.group)
         _paged_attention_kernel[launch.blocks(requests, tokens), kv_heads, launch.splits](
             out, workspace.values, workspace.lse, workspace.arrived, q, kv_cache, batch.rows, batch.query_start_loc,
-            batch.seq_lens, batch.block_table, sinks, scales, requests, tokens, launch.splits, launch.least_tiles, factor, cap,
-            q.stride(0), q.stride(1), kv_cache.stride(0), kv_cache.stride(1), kv_cache.stride(2), batch.block_table.stride(0),
+            batch.seq_lens, batch.block_table, sinks, scales, batch.shared, *found, requests, tokens, launch.splits,
+            launch.least_tiles, factor, cap, q.stride(0), q.stride(1), kv_cache.stride(0), kv_cache.stride(1),
+            kv_cache.stride(2), batch.block_table.stride(0),
             GROUP=shape.group, HEAD=head_size, HEAD_BLOCK=padded, ROW=kv_cache.shape[4], PAGE=batch.block_size,
             BLOCK_M=launch.block_m, BLOCK_Q=launch.block_q, TILE=launch.tile, WINDOW=batch.window or 0, SOFTCAP=softcap != 0.0,
             SPLIT=launch.splits > 1, SPLIT_TOKENS=launch.split_tokens, SEARCH=launch.search, SKIP=launch.skip,

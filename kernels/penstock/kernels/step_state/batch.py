@@ -60,6 +60,8 @@ class StepRequest:
     """[r], int32: 1 where the request's sampled token counts."""
     result: torch.Tensor
     """[1], int32: into which slot of the results the step's go."""
+    shared: torch.Tensor
+    """[1], int32: first tokens that all requests share; see `DeviceBatch.shared`."""
 
 
 @dataclass(frozen=True)

@@ -97,6 +97,11 @@ class AttentionBackend(ABC):
         """Called before a step that is not a captured graph."""
         del lengths
 
+    @property
+    def shares(self) -> bool:
+        """Whether it reads a prefix that all requests of a step of decodes share once, if a batch says so."""
+        return False
+
     @abstractmethod
     def attend(
         self,

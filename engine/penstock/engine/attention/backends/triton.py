@@ -12,6 +12,7 @@ from penstock.kernels.paged_attention.launch import (
     fast_launches,
     invariant_launches,
 )
+from penstock.kernels.paged_attention.prefix import PrefixWorkspace
 from penstock.kernels.paged_attention.triton import paged_attention
 from penstock.kernels.prepare_kv.cache_rows import FLOATS_OF_EIGHT_BITS, SCALE_BYTES, SCALED
 
@@ -31,11 +32,19 @@ class TritonBackend(AttentionBackend):
         self._table: LaunchTable = invariant_launches if batch_invariant else fast_launches
         heads = needs.num_heads, needs.num_kv_heads, needs.head_size
         shape = AttentionShape(*heads, needs.dtype.itemsize, needs.kv_dtype is SCALED)
+        # A prefix that is read apart changes bits with the requests beside it.
+        self._shares = not (batch_invariant or needs.value_size)
         # The most that a block table can name.
         max_keys = needs.max_blocks * max(needs.block_sizes)
         self._workspace = AttentionWorkspace.sized(
             shape, self._table, needs.max_num_seqs, needs.max_num_tokens, max_keys, needs.device
         )
+
+        self._prefix = PrefixWorkspace.sized(shape, needs.max_num_seqs, max_keys, needs.device) if self._shares else None
+
+    @property
+    def shares(self) -> bool:
+        return self._shares
 
     @classmethod
     def refusals(cls, needs: AttentionNeeds) -> list[str]:
@@ -68,5 +77,12 @@ class TritonBackend(AttentionBackend):
         value_size: int = 0,
         scales: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        options = {"table": self._table, "workspace": self._workspace, "out": out, "value_size": value_size, "scales": scales}
+        options = {
+            "table": self._table,
+            "workspace": self._workspace,
+            "prefix": self._prefix,
+            "out": out,
+            "value_size": value_size,
+            "scales": scales,
+        }
         return paged_attention(q, kv_cache, batch, scale, softcap, sinks, **options)

@@ -32,7 +32,7 @@ from penstock.engine.runner.device.graphs.descriptor import GraphMode, effective
 from penstock.engine.runner.device.graphs.dispatcher import Batch, Dispatch, GraphDispatcher
 from penstock.engine.runner.device.graphs.estimate import estimate_graph_bytes
 from penstock.engine.runner.device.graphs.runtime import GraphRuntime
-from penstock.engine.runner.device.graphs.step import LOGITS, SERVED_BY, VARIANTS, VERIFICATION, CapturableStep
+from penstock.engine.runner.device.graphs.step import LOGITS, SERVED_BY, SHARING, VARIANTS, VERIFICATION, CapturableStep
 from penstock.engine.runner.device.launched import LaunchedStep, Parts
 from penstock.engine.runner.device.memory import DeviceAccount
 from penstock.engine.runner.device.offload import HostCopy
@@ -40,6 +40,7 @@ from penstock.engine.runner.device.program import StepBuffers, StepProgram
 from penstock.engine.runner.device.proposing import ProposingStep
 from penstock.engine.runner.device.rows import new_rows, stage_rows, targets
 from penstock.engine.runner.device.runtime import CudaRuntime, DeviceRuntime
+from penstock.engine.runner.device.shared_prefix import PrefixSharing
 from penstock.engine.runner.device.staging import Staging
 from penstock.engine.runner.own_drafts import measured_drafts
 from penstock.engine.runner.pending import PendingStep
@@ -155,11 +156,15 @@ class DeviceRunner(RunnerBase[DeviceRuntime, LaunchedStep, Pending]):
         mode, why = effective_mode(graphs.mode, self.attention.graph_support, length)
         if why is not None:
             log.warning("--cudagraph-mode %s becomes %s: %s", graphs.mode, mode, why)
+        self._sharing = PrefixSharing.of(self.attention.decode, self._layout.groups)
         self._capturable = CapturableStep(_Tapped(self), self.program, self._staging, self.sampler, self.runtime)
         lens: dict[Hashable, int] = {VERIFICATION: length} if length > 1 else {}
         self.dispatcher = GraphDispatcher(mode, graphs.capture_sizes, most, lens, SERVED_BY)
         self.graphs = GraphManager(
-            self.runtime, self._graph_runtime, self._capturable, self.dispatcher, lora=lora, variants=(*VARIANTS, *lens)
+            *(self.runtime, self._graph_runtime, self._capturable, self.dispatcher),
+            lora=lora,
+            variants=(*VARIANTS, *lens),
+            sharing=SHARING if self._sharing else None,
         )
 
     def _make_lora(self) -> Any:
@@ -353,6 +358,7 @@ class DeviceRunner(RunnerBase[DeviceRuntime, LaunchedStep, Pending]):
             "max_num_seqs": self.config.scheduler.max_num_seqs,
             "logits_row_bytes": self.decoder_config.vocab_size * self._dtype.itemsize,
             "verifies": self.config.scheduler.num_speculative_tokens > 0,
+            "shares": self._sharing is not None,
         }
         graphs = estimate_graph_bytes(self.config.graphs, layers, self._step_bytes, tokens, **kinds)
         self.graphs.max_bytes = GRAPHS_OVER_ESTIMATE * graphs
@@ -363,9 +369,9 @@ class DeviceRunner(RunnerBase[DeviceRuntime, LaunchedStep, Pending]):
     def _begin(self, plan: StepPlan, starts: Int32, drafts: Int32 | None, asked: PromptRows | None) -> LaunchedStep:
         """See Turns: in one copy."""
         self._write_inputs(plan, starts, drafts)
-        found, step = self._dispatch(plan, asked), None
+        found, shared, step = *self._dispatch(plan, asked), None
         rows, begins, samples = self._padded(plan, found)
-        slot = self._staging.send(rows, begins, samples)
+        slot = self._staging.send(rows, begins, samples, shared)
         judged = None if drafts is None else StepDrafts.of_plan(self.runtime, plan, drafts)
         if len(plan.rows):
             if found.mode is GraphMode.FULL:
@@ -399,9 +405,9 @@ class DeviceRunner(RunnerBase[DeviceRuntime, LaunchedStep, Pending]):
         arrays = None if self._drafting is None else self._drafting.arrays
         return ProposingStep(pending, self._own_drafts, step.starts, arrays)
 
-    def _dispatch(self, plan: StepPlan, asked: PromptRows | None) -> Dispatch:
-        """How the step is launched, given the prompt tokens that it scores. A step in which some requests have fewer drafts than
-        others needs rows of logits that no full graph leaves."""
+    def _dispatch(self, plan: StepPlan, asked: PromptRows | None) -> tuple[Dispatch, int]:
+        """How the step is launched, given the prompt tokens that it scores, and how many tokens its requests share. A step in
+        which some requests have fewer drafts than others needs rows of logits that no full graph leaves."""
         tokens, reqs = int(plan.num_new_tokens.sum()), len(plan.rows)
         uniform = 1 if tokens == reqs else None
         path = self._requests.chooser.plain(plan.rows[plan.samples])
@@ -412,7 +418,9 @@ class DeviceRunner(RunnerBase[DeviceRuntime, LaunchedStep, Pending]):
         if asked is None and len(plan.num_drafts) and (plan.num_drafts == most).all() and plan.samples.all():
             # No request has more tokens, if they have just so many together.
             uniform, variant = (1 + most, VERIFICATION) if tokens == reqs * (1 + most) else (None, variant)
-        return self.dispatcher.dispatch(Batch(tokens, reqs, uniform, self._lora.is_used(plan), variant))
+        shared = self._sharing.tokens(plan, self._requests.rows) if self._sharing and uniform == 1 else 0
+        batch = Batch(tokens, reqs, uniform, self._lora.is_used(plan), variant, shared > 0)
+        return self.dispatcher.dispatch(batch), shared
 
     def _padded(self, plan: StepPlan, found: Dispatch) -> tuple[Int32, Int32, Bool]:
         """The plan's rows, where each one's tokens begin, and which sample; with the requests of nobody that a full graph has."""

@@ -116,9 +116,16 @@ class StepProgram:
         self._step_ops, self._groups, self._layer_groups = step_ops, groups, layer_groups
 
     def step(
-        self, shape: StepShape, request: StepRequest, ops: Ops, kv_caches: list[torch.Tensor], has_lora: bool = True
+        self,
+        shape: StepShape,
+        request: StepRequest,
+        ops: Ops,
+        kv_caches: list[torch.Tensor],
+        has_lora: bool = True,
+        shares: bool = False,
     ) -> Step:
-        """What a step of that shape works on. It is launched before the next one is asked for: with adapters, or without."""
+        """What a step of that shape works on. It is launched before the next one is asked for: with adapters, or without. With
+        `shares` its requests read a prefix of all apart."""
         inputs = self.buffers.of(shape)
         self.buffers.lora.is_used = has_lora
         groups = [
@@ -133,6 +140,7 @@ class StepProgram:
                     window=group.window,
                     max_query_len=shape.max_query_len,
                     num_tokens=shape.num_tokens,
+                    shared=request.shared if shares else None,
                 ),
             )
             for number, group in enumerate(self._groups)

@@ -48,7 +48,7 @@ def rerun(
     positions = np.arange(begins[-1]) - np.repeat(begins[:-1] - starts, counts)
     arrays: list[Any] = [rows, begins, lengths.seq_lens, of, positions, of * state.token_ids.shape[1] + positions]
     rows_there, begins_there, seq_lens, of_there, positions_there, places = upload(runtime, *arrays)
-    request = StepRequest(rows=rows_there, query_start_loc=begins_there, samples=rows_there, result=rows_there)
+    request = StepRequest(rows=rows_there, query_start_loc=begins_there, samples=rows_there, result=rows_there, shared=rows_there)
     shape = StepShape(int(begins[-1]), len(rows), int(counts.max()))
     step = program.step(shape, request, loaded.ops, loaded.kv_caches)
     step.inputs.seq_lens.copy_(seq_lens)

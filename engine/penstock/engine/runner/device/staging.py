@@ -3,7 +3,7 @@
 A page of int32 numbers holds the step's request, then the changes to persistent arrays: runs of numbers, each with its place.
 What changes in a step is little as a rule; a step with more than a page of it sends further pages ahead.
 
-    page   │ request: result, rows, query_start_loc, samples │ runs: (target, first, length, source) … │ numbers … │
+    page   │ request: result, shared, rows, query_start_loc, samples │ runs: (target, first, length, source) … │ numbers … │
 
 The device has one page, which stream order protects. The host has several, and writes one again only after the step that it was
 for is over.
@@ -119,15 +119,17 @@ class Staging:
             query_start_loc=page[self._starts : self._starts + num_reqs + 1],
             samples=page[self._samples : self._samples + num_reqs],
             result=page[:1],
+            shared=page[1:2],
         )
 
-    def send(self, rows: Int32, query_start_loc: Int32, samples: Bool) -> int:
+    def send(self, rows: Int32, query_start_loc: Int32, samples: Bool, shared: int = 0) -> int:
         """Brings a step's request and all changes to the device.
 
         Args:
             rows: [r], padding included.
             query_start_loc: [r + 1].
             samples: [r].
+            shared: First tokens that all requests share.
 
         Returns:
             The slot, in which the step's result belongs too; it is taken until `over`.
@@ -146,7 +148,7 @@ class Staging:
             self._send_page(self._host_page(slot, at), runs)
         page, count = self._host_page(slot, len(ahead)), len(rows)
         host = page.numpy()
-        host[0] = number
+        host[:2] = number, shared
         host[self._rows : self._rows + count] = rows
         host[self._starts : self._starts + count + 1] = query_start_loc
         host[self._samples : self._samples + count] = samples

@@ -9,6 +9,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Hashable, Sequence
+from dataclasses import replace
 from typing import NamedTuple, Protocol
 
 import torch
@@ -78,6 +79,8 @@ class GraphManager:
         lora: Whether the engine serves adapters: each graph is then captured twice. One adds them to the tokens that have one,
             and serves any step; the other is for steps without, and saves these launches.
         variants: Of full graphs; see `BatchDescriptor.variant`. The first is captured first.
+        sharing: The variant that is also captured, in idle time, in the form that reads a prefix of all requests apart; None:
+            there is none.
     """
 
     def __init__(
@@ -88,6 +91,7 @@ class GraphManager:
         dispatcher: GraphDispatcher,
         lora: bool = False,
         variants: Sequence[Hashable] = (None,),
+        sharing: Hashable = None,
     ) -> None:
         self._device, self._runtime, self._program, self._dispatcher = device, runtime, program, dispatcher
         self.max_bytes: int | None = None
@@ -97,7 +101,7 @@ class GraphManager:
         self._pieces: dict[BatchDescriptor, PiecewiseGraph] = {}
         self._failures: list[str] = []
         self._bytes, self._seconds = 0, 0.0
-        self._lora, self._variants = lora, variants
+        self._lora, self._variants, self._sharing = lora, variants, sharing
         self._plan()
 
     def report(self) -> GraphReport:
@@ -166,7 +170,7 @@ class GraphManager:
             first = first_sizes([item.key.num_tokens for item in group])
             key = group[0].key
             served = key.variant in (None, self._variants[0]) or (key.uniform_query_len or 1) > 1
-            needed = served and key.has_lora == self._lora
+            needed = served and key.has_lora == self._lora and not key.shares
             for item in group:
                 (urgent if needed and item.key.num_tokens in first else later).append(item)
         urgent.sort(key=lambda item: -item.key.num_tokens)
@@ -177,10 +181,11 @@ class GraphManager:
         groups: dict[Hashable, list[_Pending]] = {}
         kinds, made = (False, True) if self._lora else (False,), self._dispatcher
         full = [key for variant in self._variants for kind in kinds for key in made.full_candidates(kind, variant)]
+        full += [] if self._sharing is None else made.sharing_candidates(self._lora, self._sharing)
         pieces = [key for kind in kinds for key in made.piecewise_candidates(kind)]
         for mode, keys in ((GraphMode.FULL, full), (GraphMode.PIECEWISE, pieces)):
             for key in keys:
-                groups.setdefault((mode, key.uniform_query_len, key.has_lora, key.variant), []).append(_Pending(mode, key))
+                groups.setdefault((mode, replace(key, num_tokens=0, num_reqs=None)), []).append(_Pending(mode, key))
         return list(groups.values())
 
     def _capture(self, mode: GraphMode, key: BatchDescriptor) -> None:

@@ -44,6 +44,8 @@ class BatchDescriptor:
     """Whether the kernels that add adapters are launched."""
     variant: Hashable = None
     """Whatever else the launches depend on: which stages of the sampler run, say."""
+    shares: bool = False
+    """Whether attention reads a prefix of all requests apart."""
 
     @property
     def uniform(self) -> bool:

@@ -2,6 +2,7 @@
 
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import NamedTuple
 
 from penstock.engine.config import CudagraphMode
@@ -19,6 +20,8 @@ class Batch(NamedTuple):
     has_lora: bool = False
     variant: Hashable = None
     """Variant of a full graph, as in `BatchDescriptor`."""
+    shares: bool = False
+    """Whether it pays to read a prefix of all requests apart."""
 
 
 class Dispatch(NamedTuple):
@@ -32,6 +35,8 @@ class Dispatch(NamedTuple):
 
 # Why a step has the mode that it has.
 UNIFORM = "uniform"
+SHARED_PREFIX = "shared_prefix"
+"""Uniform, and the requests' common prefix is read once."""
 MIXED = "mixed"
 NO_FULL_GRAPH = "no_full_graph"
 """Uniform, but there is no full graph for it; pieces do."""
@@ -69,7 +74,7 @@ class GraphDispatcher:
         self._profiling = False
         self._sizes, self._max_num_seqs, self._query_lens = sorted(set(capture_sizes)), max_num_seqs, query_lens or {}
         self._served_by: Mapping[Hashable, Sequence[Hashable]] = served_by or {None: (None,)}
-        self._full_tables: dict[tuple[int | None, bool, Hashable], PaddedSizes] = {}
+        self._full_tables: dict[tuple[int | None, bool, Hashable, bool], PaddedSizes] = {}
         self._piecewise_tables: dict[bool, PaddedSizes] = {}
 
     # --- what there may be ---
@@ -86,6 +91,11 @@ class GraphDispatcher:
         if self.mode == "FULL" and variant not in self._query_lens:
             found += [self._mixed(size, has_lora, variant) for size in reversed(self._sizes)]
         return found
+
+    def sharing_candidates(self, has_lora: bool, variant: Hashable) -> list[BatchDescriptor]:
+        """Those of several requests with one token each, in the form that reads a prefix of all apart."""
+        found = self.full_candidates(has_lora, variant)
+        return [replace(key, shares=True) for key in found if key.uniform_query_len == 1 and key.num_reqs != 1]
 
     def most_tokens(self, variant: Hashable) -> int:
         """Of a step that runs from a FULL graph of this variant, once all are captured."""
@@ -121,14 +131,14 @@ class GraphDispatcher:
 
     def dispatch(self, batch: Batch) -> Dispatch:
         """FULL where the exact key exists, else PIECEWISE, else NONE with the batch's own numbers. Without a graph of its own, a
-        batch that has no adapters takes one that adds them."""
+        batch that has no adapters takes one that adds them. A shared prefix is read apart where there is a FULL graph for it."""
         if (reason := self._why_none()) is not None:
             return self._none(batch, reason)
         # A graph that adds adapters adds none to tokens that have none.
         kinds = [batch] if batch.has_lora else [batch, batch._replace(has_lora=True)]
-        for kind in kinds:
+        for kind in [*kinds, *(kind._replace(shares=False) for kind in kinds if kind.shares)]:
             if (full := self._full(kind)) is not None:
-                return Dispatch(GraphMode.FULL, full, UNIFORM if full.uniform else MIXED)
+                return Dispatch(GraphMode.FULL, full, SHARED_PREFIX if full.shares else UNIFORM if full.uniform else MIXED)
         for kind in kinds:
             table = self._piecewise_tables.get(kind.has_lora)
             if table is not None and (padded := table.padded(batch.num_tokens)) is not None:
@@ -146,12 +156,12 @@ class GraphDispatcher:
         return found
 
     def _next_full(self, batch: Batch, variant: Hashable) -> BatchDescriptor | None:
-        length, has_lora = batch.uniform_query_len, batch.has_lora
-        if length is not None and (table := self._full_tables.get((length, has_lora, variant))) is not None:
+        length, has_lora, shares = batch.uniform_query_len, batch.has_lora, batch.shares
+        if length is not None and (table := self._full_tables.get((length, has_lora, variant, shares))) is not None:
             padded = table.padded(batch.num_reqs)
             if padded is not None:
-                return BatchDescriptor(padded * length, padded, length, has_lora, variant)
-        table = self._full_tables.get((None, has_lora, variant))
+                return BatchDescriptor(padded * length, padded, length, has_lora, variant, shares)
+        table = self._full_tables.get((None, has_lora, variant, shares))
         padded = None if table is None else table.padded(batch.num_tokens)
         return None if padded is None else self._mixed(padded, has_lora, variant)
 
@@ -173,11 +183,11 @@ class GraphDispatcher:
         return TOO_LARGE if not self._sizes or size > self._sizes[-1] else NOT_CAPTURED
 
     def _rebuild(self) -> None:
-        full: dict[tuple[int | None, bool, Hashable], list[int]] = {}
+        full: dict[tuple[int | None, bool, Hashable, bool], list[int]] = {}
         for key in self.full_keys:
             size = key.num_reqs if key.uniform else key.num_tokens
             assert size is not None
-            full.setdefault((key.uniform_query_len, key.has_lora, key.variant), []).append(size)
+            full.setdefault((key.uniform_query_len, key.has_lora, key.variant, key.shares), []).append(size)
         pieces: dict[bool, list[int]] = {}
         for key in self.piecewise_keys:
             pieces.setdefault(key.has_lora, []).append(key.num_tokens)

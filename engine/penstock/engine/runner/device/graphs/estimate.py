@@ -21,6 +21,7 @@ def estimate_graph_bytes(
     max_num_seqs: int = 0,
     logits_row_bytes: int = 0,
     verifies: bool = False,
+    shares: bool = False,
 ) -> int:
     """Bytes of all graphs that a configuration asks for.
 
@@ -37,12 +38,14 @@ def estimate_graph_bytes(
         max_num_seqs: Requests of a step at most, each of which has a row of logits.
         logits_row_bytes: What such a row takes.
         verifies: Whether there are full graphs of steps with drafts, too, whose tokens all have such a row.
+        shares: Whether there are full graphs of decodes that read a shared prefix apart, too, once for each size.
     """
     if graphs.mode == "NONE" or not graphs.capture_sizes:
         return 0
     full = {"FULL": 2 * num_variants, "FULL_AND_PIECEWISE": num_variants}.get(graphs.mode, 0)
     kinds = full + (verifies and full > 0) + (graphs.mode != "FULL")
-    launches = len(graphs.capture_sizes) * kinds * (1 + lora) * (LAUNCHES_PER_LAYER * num_layers + LAUNCHES_PER_STEP)
+    each = LAUNCHES_PER_LAYER * num_layers + LAUNCHES_PER_STEP
+    launches = len(graphs.capture_sizes) * (kinds * (1 + lora) + (shares and full > 0)) * each
     largest = max(graphs.capture_sizes)
     pool = step_bytes * min(1.0, largest / max_num_batched_tokens)
     rows = 0 if not full else largest if verifies else min(largest, max_num_seqs)

@@ -35,6 +35,9 @@ VARIANTS: Sequence[Hashable] = (Path.FILTERED, Path.GREEDY, LOGITS, Path.RANDOM)
 """In the order of their capture: with the first every step that samples has a graph. With drafts, `VERIFICATION` comes beside
 it."""
 
+SHARING: Final = Path.FILTERED
+"""The variant that is also captured in the form that reads a shared prefix apart: it serves every step that samples."""
+
 
 @dataclass(frozen=True)
 class _PieceContext:
@@ -101,7 +104,7 @@ class CapturableStep:
         """The step that is launched next: of the key's size, or of `num_reqs` requests where the key leaves that open."""
         shape = StepShape(key.num_tokens, key.num_reqs or num_reqs, key.uniform_query_len or max_query_len)
         request, loaded = self._staging.request(shape.num_reqs), self._loaded
-        self._current = self._program.step(shape, request, loaded.ops, loaded.kv_caches, key.has_lora)
+        self._current = self._program.step(shape, request, loaded.ops, loaded.kv_caches, key.has_lora, key.shares)
         return self._current
 
     def replayed(self, key: BatchDescriptor) -> Step:
