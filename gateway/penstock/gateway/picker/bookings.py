@@ -62,6 +62,12 @@ class _Account:
         self.unreported: set[Booking] = set()
         self.answers = self.prefill_tokens = self.transfer_tokens = 0  # of pending and unreported bookings
 
+    def mark(self, booking: Booking, sign: int) -> None:
+        """One more booking in its state, or one less."""
+        self.counts[booking.state] += sign
+        if booking.state is State.UNREPORTED:
+            (self.unreported.add if sign > 0 else self.unreported.discard)(booking)
+
     @property
     def outstanding(self) -> Booked:
         return Booked(self.answers, self.prefill_tokens, self.transfer_tokens)
@@ -210,20 +216,23 @@ class Bookings:
             del self._accounts[booking.key]
 
     def _set(self, booking: Booking, state: State) -> None:
+        """Between states whose work is not reported nothing changes for picks."""
         account = self._accounts[booking.key]
-        self._count(account, booking, -1)
-        booking.state = state
-        self._count(account, booking, 1)
+        if state is State.RUNNING:
+            self._count(account, booking, -1)
+            booking.state = state
+            self._count(account, booking, 1)
+        else:
+            account.mark(booking, -1)
+            booking.state = state
+            account.mark(booking, 1)
 
     def _count(self, account: _Account, booking: Booking, sign: int) -> None:
-        account.counts[booking.state] += sign
+        account.mark(booking, sign)
         if booking.state is not State.RUNNING:
             account.answers += sign * booking.left
             account.prefill_tokens += sign * booking.prefill_tokens
             account.transfer_tokens += sign * booking.transfer_tokens
-        if booking.state is State.UNREPORTED:
-            (account.unreported.add if sign > 0 else account.unreported.discard)(booking)
-        if booking.state is not State.RUNNING:
             self._changed(booking.key, account.outstanding)
 
 

@@ -22,19 +22,16 @@ KEPT: Final = 16_384
 class _Prompt:
     """Equal prompts under way at one replica, which compute their blocks once."""
 
-    __slots__ = ("bookings", "depth", "hashes", "key")
+    __slots__ = ("bookings", "depth", "hashes", "key", "name")
 
     def __init__(self, key: ReplicaKey, hashes: Sequence[bytes], depth: int) -> None:
         self.key = key
         self.hashes = hashes
         self.depth = depth
         """Position of the first block that the replica did not have."""
-        self.bookings = 0
-
-    @property
-    def name(self) -> tuple[ReplicaKey, bytes, int]:
+        self.name = key, hashes[-1], depth
         """Equal for equal prompts: the last block's hash holds the whole prompt."""
-        return self.key, self.hashes[-1], self.depth
+        self.bookings = 0
 
 
 class Coming:
@@ -47,7 +44,7 @@ class Coming:
         self._by_first: dict[bytes, dict[tuple[ReplicaKey, bytes, int], _Prompt]] = {}
         self._depths: dict[int, int] = {}
         """How many prompts start to compute at each position."""
-        bookings.ended.append(lambda booking, by: self._forget(booking))
+        bookings.ended.append(self._forget)
         bookings.moved.append(self._move)
 
     def __len__(self) -> int:
@@ -103,7 +100,8 @@ class Coming:
                     found.append((rows[key], float(min(_shared(hashes, other.hashes, depth + 1), most) * block_size)))
         return found
 
-    def _forget(self, booking: Booking) -> None:
+    def _forget(self, booking: Booking, by: str = "") -> None:
+        """The booking computes it no more, whatever has ended that."""
         prompt = self._prompts.pop(booking, None)
         if prompt is None:
             return

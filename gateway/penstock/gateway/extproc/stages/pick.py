@@ -14,7 +14,7 @@ from penstock.gateway.extproc.passage import Passage
 from penstock.gateway.extproc.underway import Underway
 from penstock.gateway.http.metrics import PickerMetrics
 from penstock.gateway.picker.bookings import Booking
-from penstock.gateway.picker.candidates import key_of
+from penstock.gateway.picker.candidates import ReplicaKey, key_of
 from penstock.gateway.picker.choice import Choice
 from penstock.gateway.picker.request import RequestView
 from penstock.gateway.picker.state import FleetState
@@ -52,9 +52,10 @@ class Pick:
             return None
         body = _renamed(passage)
         state.slates.picked(model)
-        state.routed(model, request, choice.key, choice.resident_tokens, decided, choice.ttft_s)
+        key, prompt_tokens, finishes = choice.key, request.prompt_tokens, passage.finishes
+        state.routed(model, request, key, choice.resident_tokens, decided, choice.ttft_s)
         pool, hop = choice.replica.pool, choice.hop
-        booking, prefill_booking = self._book(choice, request, decided, passage.finishes)
+        booking, prefill_booking = self._book(choice, key, request, decided, finishes)
         self._decisions.add(request, choice, decided - passage.came, time.time())
         self._metrics.picked(pool, choice.policy, time.monotonic() - decided)
         name = self._underway.name() if call.inference_pool is None else None
@@ -71,16 +72,16 @@ class Pick:
             policy=choice.policy,
             score=choice.scores[0],
             next_best=choice.next_best,
-            prompt_tokens=request.prompt_tokens,
+            prompt_tokens=prompt_tokens,
             resident_tokens=choice.resident_tokens,
             decided=decided,
-            finishes=passage.finishes,
+            finishes=finishes,
             prefiller=None if hop is None else hop.replica.endpoint,
             prefill_booking=prefill_booking,
             explanation=explanation,
             request_id=None if call.headers.get(headers.REQUEST_ID) else request.id,
-            log={} if name is None else _for_the_log(name, passage, request, choice, explanation, decided),
-            sets=_for_the_replica(passage, choice.key.rank, decided),
+            log={} if name is None else _for_the_log(name, passage, prompt_tokens, choice, explanation, decided),
+            sets=_for_the_replica(passage, key.rank, decided),
             removes=("authorization", *headers.API_KEYS) if passage.conceals else (),
             body=body,
         )
@@ -88,12 +89,14 @@ class Pick:
             self._underway.add(name, routed)
         return routed
 
-    def _book(self, choice: Choice, request: RequestView, now: float, answers: int) -> tuple[Booking, Booking | None]:
+    def _book(
+        self, choice: Choice, key: ReplicaKey, request: RequestView, now: float, answers: int
+    ) -> tuple[Booking, Booking | None]:
         """The bookings of the pick, and of the replica that computes the prompt for it if there is one."""
         if choice.hop is None:
-            return self._state.book(request, choice.key, choice.resident_tokens, now, answers=answers), None
+            return self._state.book(request, key, choice.resident_tokens, now, answers=answers), None
         prefill = key_of(choice.hop.replica), choice.hop.fresh_tokens
-        return self._state.book_pair(request, choice.key, choice.resident_tokens, prefill, now, answers=answers)
+        return self._state.book_pair(request, key, choice.resident_tokens, prefill, now, answers=answers)
 
 
 def _for_the_replica(passage: Passage, rank: int | None, now: float) -> list[tuple[str, str]]:
@@ -108,7 +111,7 @@ def _for_the_replica(passage: Passage, rank: int | None, now: float) -> list[tup
 
 
 def _for_the_log(
-    name: str, passage: Passage, request: RequestView, choice: Choice, explanation: str | None, now: float
+    name: str, passage: Passage, prompt_tokens: int, choice: Choice, explanation: str | None, now: float
 ) -> dict[str, str | float]:
     """Return the decision's notes for the access log and the response; `Routed.log` names the fields."""
     log: dict[str, str | float] = {
@@ -118,7 +121,7 @@ def _for_the_log(
         "tenant": passage.tenant.name,
         "policy": choice.policy,
         "score": choice.scores[0],
-        "prompt_tokens": request.prompt_tokens,
+        "prompt_tokens": prompt_tokens,
         "resident_tokens": choice.resident_tokens,
         "waited_ms": round((now - passage.came) * 1e3, 3),
     }
@@ -138,17 +141,17 @@ def _renamed(passage: Passage) -> bytes | None:
 
 
 def _view(passage: Passage) -> RequestView:
-    body, tokens = passage.body, passage.tokens
+    body, tokens, path = passage.body, passage.tokens, passage.call.path
     return RequestView(
         id=passage.request_id,
-        path=passage.call.path,
+        path=path,
         model=body.model,
         adapter=passage.adapter,
         prompts=tokens.prompts,
         block_size=tokens.block_size,
         elsewhere=tokens.elsewhere,
         tokens_unknown=tokens.unknown,
-        max_tokens=0 if passage.call.path == EMBEDDINGS_PATH else body.max_tokens,
+        max_tokens=0 if path == EMBEDDINGS_PATH else body.max_tokens,
         stream=body.stream,
         answers=_answers(body.fields),
     )
@@ -156,8 +159,8 @@ def _view(passage: Passage) -> RequestView:
 
 def _answers(fields: Mapping[str, Any]) -> int:
     """How many the engine makes of each prompt, as far as that is a number; the engine is the judge of it."""
-    counts = [fields.get(name) for name in ("n", "best_of")]
-    return max((count for count in counts if isinstance(count, int)), default=1)
+    counts = [count for name in ("n", "best_of") if isinstance(count := fields.get(name), int)]
+    return max(counts) if counts else 1
 
 
 def _one_line(choice: Choice) -> str:
