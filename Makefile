@@ -171,6 +171,10 @@ bench-trees: setup ## the engines of two checkouts on a CPU, in turn (ARGS="OLD 
 bench-schemas: setup ## JSON schemas as grammars: refused ones, instances taken for what they are, and the time of masks (ARGS=FILE)
 	@$(BIN)/python benchmarks/bench_schemas.py $(ARGS)
 
+.PHONY: bench-linear
+bench-linear: setup ## what a linear layer costs a thread of a CPU, by instruction set, beside torch's (ARGS=--quick)
+	@$(BIN)/python benchmarks/bench_linear.py $(ARGS)
+
 .PHONY: bench-sampling
 bench-sampling: setup ## what choosing a token costs on a CPU: compiled, in torch, and in transformers (ARGS=--quick)
 	@$(BIN)/python benchmarks/bench_sampling.py $(ARGS)

@@ -12,8 +12,8 @@ tokens at temperature 1. `heads`: a Llama of 12.6 M parameters, made so that it 
 Each method has a core of its own in this process, once with as many drafts as pay and once with a fixed number. All of them
 answer the same prompts and take turns after a few steps, so that a machine that others use too slows all alike. Of two cores
 without drafts the mean is what others are compared with, and what lies between them is noise. Answers must be equal, token by
-token. Only steps in which all streams are busy and none takes in a prompt count. The demo model's ratios are medians of three
-rounds. At the end it judges the gates.
+token. Only steps in which all streams are busy and none takes in a prompt count, and not the first ones of a turn. The demo
+model's ratios are medians of three rounds. At the end it judges the gates.
 """
 
 import argparse

@@ -16,8 +16,9 @@ from penstock.engine.runner.input_batch import MAX_TAPED_TOKENS
 from penstock.engine.sampling import SamplingParams
 from penstock.engine.spec.depth import DraftDepth, to_few_sizes
 
-SLICE = 4
-"""Steps of a turn: few, so that what others do to the machine meanwhile falls on all sides alike."""
+SLICE, COLD = 16, 2
+"""Steps of a turn: few, so that what others do to the machine meanwhile falls on all sides alike. The first of them do not count:
+they find in the processor's caches what the side before has left there, and an engine that serves has its core to itself."""
 
 
 class FixedDepth(DraftDepth):
@@ -119,7 +120,7 @@ class Side:
 
     @property
     def rate(self) -> float:
-        """Tokens a CPU second in steps of all streams that took in no prompt, nor follow one that did.
+        """Tokens a CPU second in steps of all streams that took in no prompt, nor follow one that did, nor another side's turn.
 
         A step of prompts takes as long as many others and has no drafts. At the end no request waits, and steps of the streams
         that go on give less for their time.
@@ -129,11 +130,11 @@ class Side:
     def turn(self) -> None:
         """Goes on for some steps."""
         self._away_s += time.process_time() - self._left
-        for _ in range(SLICE):
+        for number in range(SLICE):
             # A request reads its prompt until its first token, which may take several steps. The step behind them finds nothing
             # in the caches, on either side; where drafts end requests at several times there are more of such.
             decodes = self._running == self._streams == len(self._begun)
-            counts, self._warm = decodes and self._warm, decodes
+            counts, self._warm = decodes and self._warm and number >= COLD, decodes
             while self._waiting and self._running < self._streams:
                 self._core.handle(self._waiting.popleft())
                 self._running += 1

@@ -26,6 +26,8 @@ BEST = available()[0]
         ("x86_64", AVX512, ["avx2", "portable"]),
         ("x86_64", AVX512 | {"avx512_bf16"}, ["avx2", "portable"]),
         ("x86_64", AVX512 | {"avx512_bf16", "avx512_vnni"}, ["avx512_bf16", "avx2", "portable"]),
+        ("x86_64", AVX512 | {"avx512_bf16", "avx512_vnni", "amx_bf16"}, ["avx512_bf16", "avx2", "portable"]),
+        ("x86_64", AVX512 | {"avx512_bf16", "avx512_vnni", "amx_bf16", "amx_tile"}, ["amx", "avx512_bf16", "avx2", "portable"]),
         ("aarch64", {"fp", "asimd"}, ["neon", "portable"]),
         ("aarch64", {"fp", "asimd", "bf16"}, ["neon_bf16", "neon", "portable"]),
         ("riscv64", set(), ["portable"]),

@@ -7,7 +7,7 @@ from penstock.kernels.linear.reference import linear, pack_weight
 
 SHAPES = [(1, 1), (16, 2), (17, 3), (64, 32), (100, 7), (259, 96), (40, 1100), (1050, 600)]
 """(out, in): whole tiles, ends of tiles, an odd input, several chunks of inputs."""
-ROWS = (1, 2, 3, 4, 5, 6, 7, 10, 12, 13, 19, 97, 200)
+ROWS = (1, 2, 3, 4, 5, 6, 7, 10, 12, 13, 19, 40, 97, 200)
 """Tiles of each size, weights widened in registers and in memory, several blocks."""
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2**-7}
 
@@ -42,12 +42,16 @@ def test_linear(form, dtype, shape, biased):
 
 
 @pytest.mark.parametrize("inputs", [96, 1101])
-def test_a_rows_bits_are_the_same_among_any_others(native, dtype, inputs):
+@pytest.mark.parametrize("scale", [1.0, 1e-19], ids=["plain", "subnormal"])
+def test_a_rows_bits_are_the_same_among_any_others(native, dtype, inputs, scale):
+    """Also where numbers, products and sums are below the smallest normal number."""
     form = native(dtype).linear
-    packed, x = pack_weight(torch.randn(259, inputs).to(dtype)), torch.randn(300, inputs).to(dtype)
-    bias = torch.randn(259).to(dtype)
+    weight, x = torch.randn(259, inputs) * scale, torch.randn(300, inputs) * scale
+    x[::3] *= scale
+    packed, x = pack_weight(weight.to(dtype)), x.to(dtype)
+    bias = (torch.randn(259) * scale * scale).to(dtype)
     whole = form(x, packed, bias, 259)
-    for first, count in ((0, 1), (5, 2), (60, 3), (71, 5), (90, 7), (40, 10), (95, 12), (100, 13), (7, 97)):
+    for first, count in ((0, 1), (5, 2), (60, 3), (71, 5), (90, 7), (40, 10), (95, 12), (100, 13), (33, 40), (7, 97)):
         assert torch.equal(form(x[first : first + count], packed, bias, 259), whole[first : first + count]), (first, count)
 
 

@@ -27,7 +27,7 @@ _NAMES = (
     "collective.cpp",
 )
 SOURCES = tuple(Path(__file__).with_name(name) for name in _NAMES)
-HEADERS = tuple(Path(__file__).with_name(name) for name in ("vector.h", "rounding.h"))
+HEADERS = tuple(Path(__file__).with_name(name) for name in ("vector.h", "rounding.h", "tiles.h", "tile_linear.h"))
 COMPILERS = ("c++", "g++", "clang++")
 FLAGS = ("-std=c++17", "-O3", "-shared", "-fPIC")
 PACKAGED = Path(__file__).with_name("lib")

@@ -1,12 +1,13 @@
 """Instruction sets that the compiled operations are built for, and which of them this CPU has. Light to import."""
 
+import ctypes
 import platform
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-IsaName = Literal["avx512_bf16", "avx2", "neon_bf16", "neon", "portable"]
+IsaName = Literal["amx", "avx512_bf16", "avx2", "neon_bf16", "neon", "portable"]
 
 
 @dataclass(frozen=True)
@@ -28,18 +29,17 @@ class Isa:
     environment: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
+_AVX512 = frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16", "avx512_vnni", "avx2", "fma", "f16c"})
+_AVX2_FLAGS = ("-mavx2", "-mfma", "-mf16c")
+_AVX512_FLAGS = ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512bf16", "-mavx512vnni", *_AVX2_FLAGS)
 ISAS = (
-    Isa(
-        "avx512_bf16",
-        "x86_64",
-        frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16", "avx512_vnni", "avx2", "fma", "f16c"}),
-        ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512bf16", "-mavx512vnni", "-mavx2", "-mfma", "-mf16c"),
-    ),
+    Isa("amx", "x86_64", _AVX512 | {"amx_tile", "amx_bf16"}, (*_AVX512_FLAGS, "-mamx-tile", "-mamx-bf16")),
+    Isa("avx512_bf16", "x86_64", _AVX512, _AVX512_FLAGS, {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"}),
     Isa(
         "avx2",
         "x86_64",
         frozenset({"avx2", "fma", "f16c"}),
-        ("-mavx2", "-mfma", "-mf16c"),
+        _AVX2_FLAGS,
         {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"},
     ),
     Isa("neon_bf16", "aarch64", frozenset({"asimd", "bf16"}), ("-march=armv8.2-a+bf16",)),
@@ -49,11 +49,21 @@ ISAS = (
 """Best first."""
 
 
+_TILES = "amx_tile"
+_ARCH_PRCTL, _REQUEST_STATE, _TILE_DATA = 158, 0x1023, 18
+
+
 def cpu_features() -> frozenset[str]:
     """The CPU's features as Linux names them; empty on other systems, where only `portable` is known to run."""
     path = Path("/proc/cpuinfo")
     lines = path.read_text().splitlines() if path.is_file() else []
-    return frozenset(word for line in lines if line.startswith(("flags", "Features")) for word in line.partition(":")[2].split())
+    found = {word for line in lines if line.startswith(("flags", "Features")) for word in line.partition(":")[2].split()}
+    return frozenset(found - {_TILES} if _TILES in found and not _request_tiles() else found)
+
+
+def _request_tiles() -> bool:
+    """Asks Linux for the registers of AMX, which a process has only then; a sandbox may refuse."""
+    return ctypes.CDLL(None).syscall(_ARCH_PRCTL, _REQUEST_STATE, _TILE_DATA) == 0
 
 
 def available(machine: str | None = None, features: Set[str] | None = None) -> tuple[Isa, ...]:

@@ -6,12 +6,13 @@
 // result has the same bits in any batch. Rows and outputs are cut into tiles whose sums stay in registers, and inputs into chunks between
 // which sums are kept in memory; neither is part of a result's bits.
 //
-// Where the CPU multiplies pairs of bfloat16, words of inputs and weights meet as they are. Elsewhere both are widened to float32: the
+// Where the CPU has tiles, `tile_linear.h` takes bfloat16. Where it multiplies pairs of bfloat16, words of inputs and weights meet as they are. Elsewhere both are widened to float32: the
 // inputs once, the weights in registers where few rows share them, and else panel by panel into a buffer that stays in the first cache.
 
 #include <algorithm>
 #include <memory>
 
+#include "tile_linear.h"
 #include "vector.h"
 
 namespace {
@@ -279,8 +280,11 @@ extern "C" void penstock_linear(int dtype, const void* x, const void* weight, co
     using T = std::remove_pointer_t<decltype(to)>;
     linear(static_cast<const T*>(x), static_cast<const T*>(weight), static_cast<const T*>(bias), to, rows, outputs, inputs);
   };
-  if (dtype == 0)
-    run(static_cast<float*>(out));
-  else
-    run(static_cast<BFloat16*>(out));
+  if (dtype == 0) return run(static_cast<float*>(out));
+#if defined(__AMX_BF16__)
+  TileLinear(static_cast<const BFloat16*>(weight), static_cast<const BFloat16*>(bias), outputs, inputs)
+      .run(static_cast<const BFloat16*>(x), static_cast<BFloat16*>(out), rows);
+#else
+  run(static_cast<BFloat16*>(out));
+#endif
 }

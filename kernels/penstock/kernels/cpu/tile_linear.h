@@ -1,0 +1,255 @@
+// Linear layers in bfloat16 by the tiles of AMX: the same packed weight as in `linear.cpp`, whose 16 words of 16 outputs are a tile.
+//
+// An output is one chain of additions in float32 over tiles of 32 inputs, in their order. What an instruction adds for a row does not depend
+// on its other rows, so a token's result has the same bits in any batch.
+
+#pragma once
+
+#include "tiles.h"
+#include "vector.h"
+
+#if defined(__AMX_BF16__)
+#include <algorithm>
+#include <cstring>
+#include <memory>
+
+namespace penstock {
+
+// While it lives, vectors take numbers below the smallest normal one for 0, as tiles do.
+class NoSubnormals {
+ public:
+  NoSubnormals() : before_(_mm_getcsr()) { _mm_setcsr(before_ | _MM_FLUSH_ZERO_ON | _MM_DENORMALS_ZERO_ON); }
+  ~NoSubnormals() { _mm_setcsr(before_); }
+  NoSubnormals(const NoSubnormals&) = delete;
+  NoSubnormals& operator=(const NoSubnormals&) = delete;
+
+ private:
+  unsigned before_;
+};
+
+class TileLinear {
+ public:
+  TileLinear(const BFloat16* weight, const BFloat16* bias, int64_t outputs, int64_t inputs)
+      : weight_(weight), bias_(bias), outputs_(outputs), inputs_(inputs), words_((inputs + 1) / 2), steps_(parts(inputs, kInputs)) {}
+
+  void run(const BFloat16* x, BFloat16* out, int64_t rows) {
+    if (rows == 0) return;
+    if (rows == 1) return one_row(x, out);
+    // Blocks, and tiles in each, of about as many rows: an instruction takes as long as its tile has rows.
+    const int64_t block = parts(rows, parts(rows, kBlock));
+    tiles_ = parts(block, kTileRows), height_ = parts(block, tiles_);
+    x_.reset(new BFloat16[tiles_ * steps_ * height_ * kInputs]);
+    if (tiles_ > 2 && steps_ > kChunk) sums_.reset(new float[tiles_ * height_ * kColumns]);
+    const Tiles shapes(height_);
+    for (int64_t row = 0; row < rows; row += block) {
+      rows_ = std::min(block, rows - row);
+      gather(x + row * inputs_);
+      multiply(out + row * outputs_);
+    }
+  }
+
+ private:
+  static constexpr int64_t kInputs = 32;   // of a tile
+  static constexpr int64_t kPanel = 16;    // outputs
+  static constexpr int64_t kColumns = 32;  // outputs of two panels, which many rows meet at a time
+  static constexpr int64_t kBlock = 128;   // rows that meet all weights before the next rows
+  static constexpr int64_t kChunk = 8;    // tiles of inputs that many rows meet at a time: those of two panels stay in the first cache
+  static constexpr int64_t kTileElements = kTileSize / static_cast<int64_t>(sizeof(BFloat16));
+
+  static int64_t parts(int64_t all, int64_t size) { return (all + size - 1) / size; }
+
+  // Inputs side by side as tiles read them, [tiles, steps, height, 32]; what is beyond them is 0.
+  void gather(const BFloat16* x) {
+    for (int64_t row = 0; row < tiles_ * height_; ++row, x += inputs_) {
+      BFloat16* to = inputs_at(row / height_, 0) + row % height_ * kInputs;
+      const int64_t there = row < rows_ ? inputs_ : 0;
+      int64_t from = 0;
+      for (; from + kInputs <= there; from += kInputs, to += height_ * kInputs) std::memcpy(to, x + from, kTileBytes);
+      for (; from < inputs_; from += kInputs, to += height_ * kInputs) {
+        const int64_t count = std::max<int64_t>(0, there - from);
+        std::copy_n(x + from, count, to);
+        std::fill(to + count, to + kInputs, BFloat16{});
+      }
+    }
+    Tiles::written();
+  }
+
+  BFloat16* inputs_at(int64_t tile, int64_t step) const { return x_.get() + (tile * steps_ + step) * height_ * kInputs; }
+
+  void multiply(BFloat16* out) {
+    if (tiles_ == 1) {
+      for (int64_t column = 0; column < outputs_; column += 4 * kPanel) four_panels(column, out);
+      return;
+    }
+    const int64_t chunk = tiles_ > 2 ? parts(steps_, parts(steps_, kChunk)) : steps_;  // two tiles of rows read each weight once
+    alignas(64) float start[kColumns];
+    for (int64_t column = 0; column < outputs_; column += kColumns) {
+      begin(column, kColumns, start);
+      for (int64_t step = 0; step < steps_; step += chunk) {
+        const int64_t last = std::min(step + chunk, steps_);
+        int64_t tile = 0;
+        for (; tile + 1 < tiles_; tile += 2) two_panels<2>(start, tile, column, step, last, out);
+        if (tile < tiles_) two_panels<1>(start, tile, column, step, last, out);
+      }
+    }
+  }
+
+  // A panel's tile of weights. A last one that is not whole is copied: what follows it is another panel's.
+  const BFloat16* weights_at(int64_t column, int64_t step, BFloat16* rest) const {
+    column = std::min(column, (outputs_ - 1) / kPanel * kPanel);  // of a panel that is not there, any: its sums are dropped
+    const BFloat16* at = weight_ + column / kPanel * words_ * 2 * kPanel + step * kTileElements;
+    const int64_t there = (words_ - step * kInputs / 2) * 2 * kPanel;
+    if (there >= kTileElements) return at;
+    std::memcpy(rest, at, there * sizeof(BFloat16));
+    std::fill(rest + there, rest + kTileElements, BFloat16{});
+    Tiles::written();
+    return rest;
+  }
+
+  // What the sums of so many outputs begin with, the same for all rows.
+  void begin(int64_t column, int64_t count, float* out) const {
+    for (int64_t i = 0; i < count; ++i) out[i] = bias_ == nullptr || column + i >= outputs_ ? 0.0f : widen(bias_[column + i]);
+    Tiles::written();
+  }
+
+  // Of the sums of a tile's rows, [height, panels, 16], the rows and outputs that there are.
+  void end(const float* sums, int64_t tile, int64_t column, int64_t panels, BFloat16* out) const {
+    const int64_t first = tile * height_;
+    for (int64_t row = first; row < std::min(first + height_, rows_); ++row)
+      for (int64_t panel = 0; panel < panels; ++panel, sums += kPanel) narrow_panel(load(sums), out + row * outputs_, column + panel * kPanel);
+  }
+
+  // A panel's outputs of a row, as many as there are.
+  void narrow_panel(Vec sums, BFloat16* row, int64_t column) const {
+    if (column + kPanel <= outputs_) return store(row + column, sums);
+    BFloat16 narrowed[kPanel];
+    store(narrowed, sums);
+    if (column < outputs_) std::copy_n(narrowed, outputs_ - column, row + column);
+  }
+
+  // kTiles tiles of rows with two panels, and the inputs of the steps [first, last).
+  template <int kTiles>
+  void two_panels(const float* start, int64_t tile, int64_t column, int64_t first, int64_t last, BFloat16* out) {
+    alignas(64) float ended[kTiles * kTileRows * kColumns];
+    alignas(64) BFloat16 rest[2][kTileElements];
+    constexpr int64_t kStride = 2 * kTileBytes;
+    const bool ends = last == steps_;
+    float* kept = sums_ == nullptr ? ended : sums_.get() + tile * height_ * kColumns;
+    const float *upper = first == 0 ? start : kept, *lower = first == 0 ? start : kept + height_ * kColumns;
+    const int64_t stride = first == 0 ? 0 : kStride;
+    _tile_loadd(0, upper, stride);
+    _tile_loadd(1, upper + kPanel, stride);
+    if constexpr (kTiles == 2) {
+      _tile_loadd(2, lower, stride);
+      _tile_loadd(3, lower + kPanel, stride);
+    }
+    const BFloat16 *x = inputs_at(tile, first), *y = inputs_at(tile + 1, first);
+    const auto add = [&](const BFloat16* one, const BFloat16* other) __attribute__((always_inline)) {
+      _tile_loadd(4, x, kTileBytes);
+      _tile_loadd(6, one, kTileBytes);
+      _tile_dpbf16ps(0, 4, 6);
+      _tile_loadd(7, other, kTileBytes);
+      _tile_dpbf16ps(1, 4, 7);
+      if constexpr (kTiles == 2) {
+        _tile_loadd(5, y, kTileBytes);
+        _tile_dpbf16ps(2, 5, 6);
+        _tile_dpbf16ps(3, 5, 7);
+      }
+      x += height_ * kInputs, y += height_ * kInputs;
+    };
+    const BFloat16 *one = weights_at(column, first, rest[0]), *other = weights_at(column + kPanel, first, rest[1]);
+    for (int64_t step = first; step < last; ++step, one += kTileElements, other += kTileElements) {
+      if (step == words_ / (kInputs / 2)) one = weights_at(column, step, rest[0]), other = weights_at(column + kPanel, step, rest[1]);
+      add(one, other);
+    }
+    float* to = ends ? ended : kept;
+    _tile_stored(0, to, kStride);
+    _tile_stored(1, to + kPanel, kStride);
+    if constexpr (kTiles == 2) {
+      _tile_stored(2, to + height_ * kColumns, kStride);
+      _tile_stored(3, to + height_ * kColumns + kPanel, kStride);
+    }
+    for (int at = 0; at < kTiles && ends; ++at) end(ended + at * height_ * kColumns, tile + at, column, 2, out);
+  }
+
+  // The only tile of rows with four panels, and all inputs.
+  void four_panels(int64_t column, BFloat16* out) {
+    alignas(64) float start[4 * kPanel], ended[kTileRows * 4 * kPanel];
+    alignas(64) BFloat16 rest[4][kTileElements];
+    constexpr int64_t kStride = 4 * kTileBytes;
+    begin(column, 4 * kPanel, start);
+    _tile_loadd(0, start, 0);
+    _tile_loadd(1, start + kPanel, 0);
+    _tile_loadd(2, start + 2 * kPanel, 0);
+    _tile_loadd(3, start + 3 * kPanel, 0);
+    const BFloat16 *x = inputs_at(0, 0), *weights[4];
+    const auto find = [&](int64_t step) {
+      for (int64_t panel = 0; panel < 4; ++panel) weights[panel] = weights_at(column + panel * kPanel, step, rest[panel]);
+    };
+    find(0);
+    for (int64_t step = 0; step < steps_; ++step, x += height_ * kInputs) {
+      if (step == words_ / (kInputs / 2)) find(step);
+      _tile_loadd(4, x, kTileBytes);
+      _tile_loadd(6, weights[0], kTileBytes);
+      _tile_dpbf16ps(0, 4, 6);
+      _tile_loadd(7, weights[1], kTileBytes);
+      _tile_dpbf16ps(1, 4, 7);
+      _tile_loadd(6, weights[2], kTileBytes);
+      _tile_dpbf16ps(2, 4, 6);
+      _tile_loadd(7, weights[3], kTileBytes);
+      _tile_dpbf16ps(3, 4, 7);
+      for (const BFloat16*& at : weights) at += kTileElements;
+    }
+    _tile_stored(0, ended, kStride);
+    _tile_stored(1, ended + kPanel, kStride);
+    _tile_stored(2, ended + 2 * kPanel, kStride);
+    _tile_stored(3, ended + 3 * kPanel, kStride);
+    end(ended, 0, column, 4, out);
+  }
+
+  // One row: a tile's instruction would wait for the memory, and vectors take less time to read it. They add up what it does, as it does:
+  // of 32 inputs the products of all first ones of a word and of all second ones, then both, to what there was; no subnormal numbers.
+  void one_row(const BFloat16* x, BFloat16* out) const {
+    const NoSubnormals guard;
+    const int64_t panels = parts(outputs_, kPanel);
+    int64_t panel = 0;
+    for (; panel + 4 <= panels; panel += 4) vectors<4>(x, panel, out);
+    for (; panel < panels; ++panel) vectors<1>(x, panel, out);
+  }
+
+  template <int kVectors>
+  void vectors(const BFloat16* x, int64_t panel, BFloat16* out) const {
+    alignas(64) float start[kVectors * kPanel];
+    begin(panel * kPanel, kVectors * kPanel, start);
+    Vec sums[kVectors];
+    for (int v = 0; v < kVectors; ++v) sums[v] = load(start + v * kPanel);
+    const BFloat16* weight = weight_ + panel * words_ * 2 * kPanel;
+    for (int64_t word = 0; word < words_; word += kInputs / 2) {
+      Vec first[kVectors] = {}, second[kVectors] = {};
+      for (int64_t at = word; at < std::min(word + kInputs / 2, words_); ++at) {
+        const Vec one = splat(widen(x[2 * at])), other = splat(2 * at + 1 < inputs_ ? widen(x[2 * at + 1]) : 0.0f);
+#pragma GCC unroll 8
+        for (int v = 0; v < kVectors; ++v) {
+          const BFloat16* from = weight + (v * words_ + at) * 2 * kPanel;
+          __builtin_prefetch(reinterpret_cast<const char*>(from) + 2048);
+          const IntVec pairs = load_words(from);
+          first[v] = multiply_add(one, first_of_pair(pairs), first[v]);
+          second[v] = multiply_add(other, second_of_pair(pairs), second[v]);
+        }
+      }
+      for (int v = 0; v < kVectors; ++v) sums[v] += first[v] + second[v];
+    }
+    for (int v = 0; v < kVectors; ++v) narrow_panel(sums[v], out, (panel + v) * kPanel);
+  }
+
+  const BFloat16 *weight_, *bias_;
+  int64_t outputs_, inputs_;
+  int64_t words_;   // of two inputs
+  int64_t steps_;   // tiles of inputs
+  int64_t tiles_ = 0, height_ = 0, rows_ = 0;  // of a block: tiles of rows, rows of each, and how many of them all there are
+  std::unique_ptr<BFloat16[]> x_;
+  std::unique_ptr<float[]> sums_;  // [tiles, height, 32]: of two panels, from chunk to chunk of inputs
+};
+
+}  // namespace penstock
+#endif
