@@ -128,9 +128,9 @@ def test_decode_attention_is_held_to_the_stream_and_beside_peers():
         return work()
 
     cases = [decode_attention.Case("two", [48, 20], True), decode_attention.Case("one", [33], False)]
-    clock = FixedClock(1e-3, 2e-6, 4e-6, 1e-6, 2e-6, 1e-6, 1.0, 1.0, 1.0)
+    clock = FixedClock(1e-3, 2e-6, 4e-6, 1e-6, 2e-6, 1e-6, 1.0, 1.0, 1.0, 3e-6, 2e-6)
     found = decode_attention.measure(
-        "cpu", cases=cases, attend=attend, clock=clock, stream_bytes=1024, peers=peers, dtype=torch.float32
+        "cpu", cases=cases, prefixes=[(3, 128)], attend=attend, clock=clock, stream_bytes=1024, peers=peers, dtype=torch.float32
     )
     row = found["rows"][0]
     assert row["bytes"] == 2 * 68 * 8 * 128 * 4 and found["stream_bytes_per_s"] == pytest.approx(1024 / 1e-3)
@@ -138,6 +138,8 @@ def test_decode_attention_is_held_to_the_stream_and_beside_peers():
     assert row["peers"]["half"]["penstock_over_it"] == pytest.approx(2.0)
     assert [it["times_as_fast"] for it in row["eight_bits"].values()] == pytest.approx([2.0, 1.0, 2.0])
     assert "eight_bits" not in found["rows"][1]
+    expected = {"requests": 3, "shared": 128, "us": 2.0, "us_each": 3.0, "times_as_fast": 1.5, "chosen": False}
+    assert found["shared_prefixes"] == [pytest.approx(expected)]
     assert row["peers"]["absent"] == {"absent": "ImportError: No module named 'elsewhere'"}
     assert "lengths that are equal" in row["peers"]["dense"]["absent"]
     assert found["rows"][1]["peers"]["half"]["us"] == 1e6 and seen[2].isfinite().all() and seen[2].abs().max() > 0

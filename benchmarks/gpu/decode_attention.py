@@ -1,6 +1,7 @@
 """Decode attention over one layer's cache: how near it comes to a kernel that only reads."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,6 +12,8 @@ from gpu.clock import Clock, CudaClock
 from gpu.figures import Row, attention_bytes, mixed_lengths
 from gpu.read_stream import read_stream
 from penstock.kernels.paged_attention.device_batch import DeviceBatch
+from penstock.kernels.paged_attention.launch import AttentionShape
+from penstock.kernels.paged_attention.prefix import pays
 from penstock.kernels.prepare_kv.cache_rows import to_rows
 
 HEADS, KV_HEADS, HEAD_SIZE, BLOCK = 32, 8, 128, 16
@@ -18,6 +21,11 @@ HEADS, KV_HEADS, HEAD_SIZE, BLOCK = 32, 8, 128, 16
 STREAM_BYTES = 1 << 30
 EIGHT_BITS = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2, "int8_per_token_head": torch.int8}
 """Dtypes of `--kv-cache-dtype`."""
+
+SHARED = [(8, 512), (16, 1024), (16, 4096), (64, 1024), (64, 4096), (256, 2048)]
+"""Requests, and tokens of a prefix that all of them share: about where it begins to pay, and well beyond."""
+OWN = 128
+"""Tokens of each request after that."""
 
 Attend = Callable[[torch.Tensor, torch.Tensor, DeviceBatch, float], torch.Tensor]
 
@@ -85,10 +93,22 @@ def eight_bits(seconds: float, attend: Attend, clock: Clock, q: torch.Tensor, ca
     return found
 
 
+def shared_prefix(requests: int, shared: int, attend: Attend, clock: Clock, dtype: torch.dtype) -> Row:
+    """How many times as fast a step is attended that reads its prefix once, and whether the engine would."""
+    q, cache, batch = batch_of([shared + OWN] * requests, clock.device, dtype)
+    batch.block_table[:, : shared // BLOCK] = batch.block_table[:1, : shared // BLOCK].clone()
+    apart = replace(batch, shared=torch.tensor([shared], dtype=torch.int32, device=clock.device))
+    each, once = (clock.seconds(lambda step=step: attend(q, cache, step, HEAD_SIZE**-0.5)) for step in (batch, apart))
+    chosen = pays(AttentionShape(HEADS, KV_HEADS, HEAD_SIZE, dtype.itemsize), cache[0, :, :, 0].nbytes, requests, shared)
+    row: Row = {"requests": requests, "shared": shared, "us": 1e6 * once, "us_each": 1e6 * each}
+    return row | {"times_as_fast": each / once, "chosen": chosen}
+
+
 def measure(
     device: str = "cuda",
     *,
     cases: Sequence[Case] = tuple(CASES),
+    prefixes: Sequence[tuple[int, int]] = tuple(SHARED),
     attend: Attend | None = None,
     clock: Clock | None = None,
     stream_bytes: int = STREAM_BYTES,
@@ -106,6 +126,7 @@ def measure(
         "bound_by": f"{worst['case']}: {worst['bytes'] / worst['us'] / 1e6:.2f} TB/s of a stream's {stream / 1e12:.2f}",
         "stream_bytes_per_s": stream,
         "rows": rows,
+        "shared_prefixes": [shared_prefix(*of, attend, clock, dtype) for of in prefixes],
     }
 
 
@@ -116,16 +137,19 @@ def _stream_s(clock: Clock, size: int) -> float:
 
 def triton_attend() -> Attend:
     """The engine's own kernel, with the launches and the workspace that it would be given."""
-    from penstock.kernels.paged_attention.launch import AttentionShape, AttentionWorkspace, fast_launches
+    from penstock.kernels.paged_attention.launch import AttentionWorkspace, fast_launches
+    from penstock.kernels.paged_attention.prefix import PrefixWorkspace
     from penstock.kernels.paged_attention.triton import paged_attention
 
-    workspaces: dict[tuple[int, int, int], AttentionWorkspace] = {}
+    workspaces: dict[tuple[int, int, int], tuple[AttentionWorkspace, PrefixWorkspace]] = {}
 
     def attend(q: torch.Tensor, cache: torch.Tensor, batch: DeviceBatch, scale: float) -> torch.Tensor:
         key = (batch.num_requests, batch.num_tokens, batch.block_table.shape[1] * batch.block_size)
         if key not in workspaces:
             shape = AttentionShape(q.shape[1], cache.shape[2], q.shape[2], q.element_size())
-            workspaces[key] = AttentionWorkspace.sized(shape, fast_launches, *key, str(q.device))
-        return paged_attention(q, cache, batch, scale, workspace=workspaces[key])
+            own = AttentionWorkspace.sized(shape, fast_launches, *key, str(q.device))
+            workspaces[key] = own, PrefixWorkspace.sized(shape, key[0], key[2], q.device)
+        workspace, prefix = workspaces[key]
+        return paged_attention(q, cache, batch, scale, workspace=workspace, prefix=prefix)
 
     return attend
