@@ -80,12 +80,13 @@ def attention(
 
 
 def latent_attention() -> None:
-    """DeepSeek V3's: 16 heads of a rank, 64 rotated elements and a latent of 512; in the model's dtype and in E4M3."""
+    """DeepSeek V3's: 64 rotated elements and a latent of 512; 16 heads, those of a rank, in bfloat16 and E4M3, and all 128."""
     lens, starts, blocks = (empty(*size, dtype=torch.int32) for size in ((64,), (65,), (257, 2048)))
     batch = DeviceBatch(16, lens, starts, lens, blocks, None, 1, 64)
     for kept, scales in ((torch.bfloat16, None), (torch.float8_e4m3fn, empty(2, 1, dtype=torch.float32))):
         cache = empty(64, 1, 1, 16, 576, dtype=kept)
         paged_attention(empty(64, 16, 576), cache, batch, 0.1, value_size=512, scales=scales)
+    paged_attention(empty(64, 128, 576), empty(64, 1, 1, 16, 576), batch, 0.1, value_size=512)
 
 
 EIGHT_B = (32, 8, 128)
@@ -167,7 +168,7 @@ def _took(kernel: CompiledKernel) -> dict[str, object]:
     ptx = kernel.ptx.read_text()
     took |= {"waits": _waits(ptx), "prefetches": ptx.count("prefetch.global")}
     if kernel.name.startswith(
-        ("paged_attention_", "_prefix_attention", "_few_rows")
+        ("paged_attention_", "_prefix_attention", "latent_attention", "_few_rows")
     ):  # to disassemble all takes longer than to compile them
         took |= _pipeline(kernel.assembly())
     return took

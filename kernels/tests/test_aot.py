@@ -35,7 +35,8 @@ REGISTERS = {
     "paged_attention_long": 255,  # of 256 threads: one
     "paged_attention_long_split": 255,
     "_prefix_attention_kernel": 255,  # of 256 threads: one
-    "_latent_attention_kernel": 128,  # of 256 threads: two
+    "latent_attention_16_heads": 128,  # of 256 threads: two
+    "latent_attention_64_heads": 255,  # of 256 threads: one
     "_apply_changes_kernel": 40,
     "_prepare_inputs_kernel": 32,
     "_commit_step_kernel": 32,
@@ -81,14 +82,14 @@ def test_every_kernel_fits_into_its_registers(compiled):
 
 
 def test_prompts_attend_by_hoppers_own_matrix_products(compiled):
-    of = [kernel["wgmma"] for kernel in compiled if kernel["name"].startswith("paged_attention_long")]
+    of = [kernel["wgmma"] for kernel in compiled if kernel["name"].startswith(("paged_attention_long", "latent_attention_64"))]
     assert of
     assert all(of)
 
 
 def test_attention_multiplies_while_further_tiles_are_on_their_way(compiled):
     """`DEPBAR.LE SB0, 0x3`: two tiles of keys and values, and block numbers. With 0x0 a loop waits for what it just asked for."""
-    of = [kernel["depth"] for kernel in compiled if kernel["name"].startswith(("paged", "_prefix"))]
+    of = [kernel["depth"] for kernel in compiled if kernel["name"].startswith(("paged", "_prefix", "latent"))]
     assert len(of) >= 5 and min(of) >= 3
 
 

@@ -7,9 +7,11 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from penstock.kernels.head_linear import reference as heads_reference
+from penstock.kernels.paged_attention import latent_triton
 from penstock.kernels.paged_attention.batch import PagedBatch
 from penstock.kernels.paged_attention.device_batch import DeviceBatch
 from penstock.kernels.paged_attention.device_reference import paged_attention_device
+from penstock.kernels.paged_attention.latent_triton import heads_of_program
 from penstock.kernels.paged_attention.triton import paged_attention
 from penstock.kernels.prepare_kv.reference import PAD_SLOT_ID, Rotary, prepare_kv
 from penstock.kernels.prepare_kv.triton import prepare_kv as prepare_kv_triton
@@ -113,6 +115,20 @@ def test_device_forms_equal_dense_attention(triton_device, shape):
     expected = torch.cat([*(case.dense(i) for i in range(3)), torch.zeros(3, case.heads, case.rank, dtype=torch.float64)])
     for form in (paged_attention_device, paged_attention):
         torch.testing.assert_close(on_device(case, triton_device, form).double(), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_programs_of_many_heads_equal_dense_attention(triton_device, monkeypatch):
+    monkeypatch.setattr(latent_triton, "heads_of_program", lambda heads, tokens, itemsize: 64)
+    case = Case((80, 8, 24), [(70, 1), (0, 3)], 1)
+    expected = torch.cat([*(case.dense(i) for i in range(2)), torch.zeros(3, case.heads, case.rank, dtype=torch.float64)])
+    found = on_device(case, triton_device, paged_attention)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_program_takes_many_heads_where_enough_programs_are_left():
+    assert [heads_of_program(128, tokens, 2) for tokens in (1, 63, 64, 4096)] == [16, 16, 64, 64]
+    assert heads_of_program(16, 4096, 2) == 16, "of a rank of eight"
+    assert heads_of_program(128, 4096, 1) == 16, "widened numbers leave no registers"
 
 
 @pytest.mark.parametrize("form", ["cpu", "triton"])

@@ -1,13 +1,15 @@
 """Latent attention over a paged cache on a GPU: all heads of a query meet the same keys, whose last elements are the values.
 
-A program takes one query and 16 of its heads, and meets the keys up to its position tile by tile with an online softmax. It holds
-the rotated part and the latent part of queries and keys apart, since together they would be padded to twice their size. Simple
-rather than fast: keys are read again for each query of a prompt, and long requests are not split. Latents of eight bits are read
-as keys and values of other models are.
+A program takes one query and 16 of its heads, or 64 where that leaves enough programs, and meets the keys up to its position
+tile by tile with an online softmax. It holds the rotated part and the latent part of queries and keys apart, since together they
+would be padded to twice their size. Keys are read again for each query of a prompt, and long requests are not split. Latents of
+eight bits are read as keys and values of other models are.
 """
 
 # pyright: reportCallIssue=false
 # Triton types a launch without its options.
+
+from typing import Any
 
 import torch
 import triton
@@ -18,12 +20,35 @@ from penstock.kernels.paged_attention.device_batch import DeviceBatch
 from penstock.kernels.paged_attention.launch import power_of_two
 from penstock.kernels.paged_attention.tiles import product_types, request_of, row_scales, widened
 
-_HEADS, _TILE = 16, 32
+_HEADS, _MANY_HEADS, _TILE = 16, 64, 32
+"""Of a program. All heads meet the same keys, which many read a quarter as often, by Hopper's own matrix products; few leave room
+for two programs a multiprocessor."""
+_PROGRAMS = 128
+"""Of many heads at least, that nearly every multiprocessor has one."""
+_STAGES = 5
+"""Of the loop over keys, so that tiles are on their way while one is worked on. With three or four it waits for what it asked."""
 _LOG2E = 1.4426950408889634
 _SMALL = ["rows", "query_start_loc", "seq_lens", "block_table", "scales"]
 
 
-@triton.jit(do_not_specialize=["num_requests"], do_not_specialize_on_alignment=_SMALL)
+def heads_of_program(heads: int, tokens: int, itemsize: int) -> int:
+    """How many heads a program takes, of so many, in a step of so many tokens.
+
+    Args:
+        heads: Of a query.
+        tokens: Of the step, padding included.
+        itemsize: Bytes of an element of the cache: numbers that are widened take the registers of many heads.
+    """
+    many = heads >= _MANY_HEADS and itemsize == 2 and tokens * triton.cdiv(heads, _MANY_HEADS) >= _PROGRAMS
+    return _MANY_HEADS if many else _HEADS
+
+
+def _name(specialization: Any) -> str:
+    """What a profiler calls a variant."""
+    return f"latent_attention_{specialization.constants['BLOCK_H']}_heads"
+
+
+@triton.jit(repr=_name, do_not_specialize=["num_requests"], do_not_specialize_on_alignment=_SMALL)
 def _latent_attention_kernel(
     out, q, kv_cache, rows, query_start_loc, seq_lens, block_table, scales, num_requests, scale,
     q_token, q_head, block_stride, table_stride,
@@ -101,7 +126,8 @@ def latent_attention(
         return out
     rotated = size - value_size
     keys, values = product_types(q.dtype, kv_cache.dtype)
-    _latent_attention_kernel[tokens, triton.cdiv(heads, _HEADS)](
+    block_h = heads_of_program(heads, tokens, kv_cache.itemsize)
+    _latent_attention_kernel[tokens, triton.cdiv(heads, block_h)](
         *(out, q, kv_cache, batch.rows, batch.query_start_loc, batch.seq_lens, batch.block_table, scales),
         *(batch.num_requests, scale * _LOG2E, q.stride(0), q.stride(1), kv_cache.stride(0), batch.block_table.stride(0)),
         HEADS=heads,
@@ -111,11 +137,12 @@ def latent_attention(
         RANK_BLOCK=power_of_two(max(value_size, 16)),
         ROW=kv_cache.shape[4],
         PAGE=batch.block_size,
-        BLOCK_H=_HEADS,
+        BLOCK_H=block_h,
         TILE=_TILE,
         KEYS=keys,
         VALUES=values,
         **early(q.device),
         num_warps=8,
+        num_stages=_STAGES,
     )
     return out
