@@ -227,13 +227,13 @@ def test_the_fastest_layout_that_fits_is_advised(tmp_path):
 
 
 def test_a_step_is_bound_by_what_must_be_read(tmp_path, capsys):
-    """By hand: 141 GB over 8 devices and 3.35 TB/s, and 161 exchanges of 10 µs."""
+    """By hand: 141 GB over 8 devices and 3.35 TB/s, and 162 exchanges of 10 µs."""
     found = said(capsys, written(tmp_path, LLAMA_70B) / "config.json", "--devices", 8, "--context", 1024)["layouts"]
     (whole,) = [it for it in found if it["parallelism"] == {"tensor": 8, "pipeline": 1, "data": 1, "expert": False}]
     layers, head = 80 * (8192 * 128 * (2 * 64 + 2 * 8) + 3 * 8192 * 28672) * 2, 128256 * 8192 * 2
-    assert whole["weight_bytes"] == layers // 8 + head // 8 + head
+    assert whole["weight_bytes"] == layers // 8 + 2 * head // 8 + 2 * 8192 * 2, "the embedding has two rows more"
     kv = 1024 * 80 * 2 * 128 * 2
-    assert whole["lone_token_s"] == pytest.approx((layers / 8 + head / 8 + kv) / 3.35e12 + 161e-5, rel=1e-3)
+    assert whole["lone_token_s"] == pytest.approx((layers / 8 + head / 8 + kv) / 3.35e12 + 162e-5, rel=1e-3)
     assert whole["tokens_per_s"] == pytest.approx(whole["batch"] / whole["token_s"])
 
 

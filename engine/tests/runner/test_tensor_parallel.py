@@ -154,34 +154,40 @@ def in_a_crowd(play: Any, tokens: list[int], sampling: SamplingParams, outputs: 
     return told
 
 
-@pytest.mark.req("DX-04", "DX-05", "DX-06")
+@pytest.mark.req("DX-04", "DX-05", "DX-06", "DX-07")
 @pytest.mark.parametrize("name", mostly_slow(WORLDS, QUICK))
 def test_ranks_answer_as_one_does_and_with_the_same_bits_in_any_batch(name, checkpoint, driver, on_ranks):
     path, tokens = checkpoint(name), prompt(1, 40)
 
-    def life(group: Group | None) -> tuple[Told, bool, int, int]:
+    def life(group: Group | None) -> tuple[Told, bool, int, int, np.ndarray, int]:
         runner = rank_runner(path, group)
         told = alone(driver(runner), tokens, ALL_LOGPROBS, 33)
+        embedding = runner.model.embed_tokens
+        assert embedding is not None
+        every = torch.arange(config_of(path).vocab_size)
+        embedded, held = embedding(every).numpy(), embedding.weight.untyped_storage().nbytes()
         same = told.same_bits(in_a_crowd(driver(runner), tokens, ALL_LOGPROBS))
         play = driver(runner)
         sequence = play.admit(tokens, ALL_LOGPROBS)
         play.step([(sequence, 40)])
         before = calls(group)
         play.step([(sequence, 1)])
-        return told, same, calls(group) - before, runner.kv_layout().page_bytes
+        return told, same, calls(group) - before, runner.kv_layout().page_bytes, embedded, held
 
-    [(expected, _, _, whole_page)] = on_ranks(1, life)
+    [(expected, _, _, whole_page, vectors, table)] = on_ranks(1, life)
     assert not np.allclose(expected.scores[0], expected.scores[1]), "the text makes no difference"
     layers, kv_heads = config_of(path).num_layers, config_of(path).num_kv_heads
     for world in WORLDS[name]:
         found = on_ranks(world, life)
-        for told, same, collectives, page in found:
+        for told, same, collectives, page, embedded, held in found:
             assert told.tokens == expected.tokens
             np.testing.assert_allclose(np.exp(told.scores), np.exp(expected.scores), rtol=1e-4, atol=1e-5)
             np.testing.assert_allclose(told.scores, expected.scores, rtol=1e-5, atol=1e-5)
             assert told.same_bits(found[0][0]) and same
             norms = 2 * layers if name.startswith("olmo") else 0  # it normalises all heads together
-            assert collectives == 2 * layers + 1 + norms
+            assert collectives == 2 * layers + 2 + norms, "one more for the embedding, and one for the logits"
+            assert embedded.tobytes() == vectors.tobytes()
+            assert held == (-(-len(vectors) // world) + 2) * table // len(vectors), "a rank holds its part of the rows"
             # A latent is what all heads share: every rank has all of it.
             assert page == (whole_page if name in LATENT else whole_page * max(1, kv_heads // world) // kv_heads)
 

@@ -155,9 +155,10 @@ def held_draft_bytes(
     return int(layers + joined * hidden * weight_bytes(dtype, quantization)) + logits + embedding
 
 
-def embedding_bytes(config: DecoderConfig, dtype: DType) -> int:
-    """Bytes of the embedding, which every rank of the first stage has."""
-    return config.vocab_size * config.hidden_size * _BYTES[dtype]
+def embedding_bytes(config: DecoderConfig, dtype: DType, shard: Shard = _WHOLE) -> int:
+    """Bytes of a rank's part of the embedding, on the first stage; with others it has two rows that stand for their tokens."""
+    rows = shard.padded(config.vocab_size).size + (0 if shard.world == 1 else 2)
+    return rows * config.hidden_size * _BYTES[dtype]
 
 
 def lm_head_bytes(config: DecoderConfig, dtype: DType, shard: Shard = _WHOLE) -> int:

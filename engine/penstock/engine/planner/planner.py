@@ -177,13 +177,14 @@ class _Rank:
         stage: Stage,
         drafter: DraftCheckpoint | None = None,
     ) -> None:
-        self._config, self._layers, self._shard, self._last = config, layers, shard, stage.last
+        self._config, self._layers, self._shard = config, layers, shard
+        self._first, self._last = stage.first, stage.last
         model = engine.model
         weights = [layer_weights(config, layer, model.dtype, model.weight_quantization, shard, experts) for layer in layers]
         self._dense, self._experts = sum(it.dense for it in weights), sum(it.experts for it in weights)
         self._head = lm_head_bytes(config, model.dtype, shard) if stage.last else 0
         borrows = stage.last and drafter is not None and drafter.head is not None and not drafter.head.has_embedding
-        embedding = embedding_bytes(config, model.dtype) if stage.first or borrows else 0
+        embedding = embedding_bytes(config, model.dtype, shard) if stage.first or borrows else 0
         own = drafter.held_bytes(model) if stage.last and drafter is not None else 0
         self.weight_bytes = int(self._dense + self._experts) + self._head + embedding + own
         heads = shard.kv_heads(config.num_kv_heads).size
@@ -215,7 +216,7 @@ class _Rank:
             kv_write_bytes=batch * len(self._layers) * self._kv_bytes,
         )
         work, ceilings = floor_s(cost, device.ceilings), device.ceilings
-        exchanges = 2 * len(self._layers) + self._last if parallelism.tensor > 1 else 0
+        exchanges = self._first + 2 * len(self._layers) + self._last if parallelism.tensor > 1 else 0
         if parallelism.expert:
             assert found is not None
             exchanges += 2 * sum(found.layers[layer] for layer in self._layers)

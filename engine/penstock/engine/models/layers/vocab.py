@@ -8,22 +8,34 @@ from penstock.engine.models.layers.weight import Weight, Weights
 
 
 class VocabEmbedding:
-    """Token ids to vectors; every rank holds the whole table, so that a look-up needs no exchange."""
+    """Token ids to vectors. Each rank holds a part of the table's rows, those of its LM head, and gives nothing for other tokens:
+    the sum over the ranks is the whole."""
 
     def __init__(self, vocab_size: int, hidden_size: int, build: Build) -> None:
-        self.weight = torch.empty(vocab_size, hidden_size, dtype=build.dtype, device=build.device)
-        self._ops = build.ops
+        self._ops, self._comm, self._alone = build.ops, build.comm, build.shard.world == 1
+        self._rows, self._shape = build.shard.padded(vocab_size), (vocab_size, hidden_size)
+        # With others, the first row and the last one stand for their tokens.
+        rows = self._rows.size + (0 if self._alone else 2)
+        self._table = torch.empty(rows, hidden_size, dtype=build.dtype, device=build.device)
+        self.weight = self._table if self._alone else self._table[1:-1]
+        """[rows of this rank, hidden]; padding is zero."""
+        if not self._alone:
+            # To add -0 leaves all bits as they are, those of 0 and -0 as well.
+            self._table[:: self._rows.size + 1].fill_(-0.0)
 
     def weights(self) -> Weights:
         """Under `embed_tokens.weight`."""
-        return {"embed_tokens.weight": Weight(tuple(self.weight.shape), self._load)}
+        return {"embed_tokens.weight": Weight(self._shape, self._load)}
 
     def _load(self, value: torch.Tensor) -> None:
-        self.weight.copy_(value)
+        self.weight.copy_(self._rows.narrow(value, 0))
 
     def __call__(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """[n] → [n, hidden]."""
-        return self._ops.embedding(self.weight, input_ids)
+        """[n] → [n, hidden], on all ranks."""
+        if self._alone:
+            return self._ops.embedding(self.weight, input_ids)
+        rows = (input_ids - (self._rows.start - 1)).clamp(0, self._rows.size + 1)
+        return self._comm.all_reduce(self._ops.embedding(self._table, rows))
 
 
 class LMHead(ColumnParallelLinear):
@@ -36,7 +48,7 @@ class LMHead(ColumnParallelLinear):
 
     def tie(self, embedding: VocabEmbedding) -> None:
         """Takes the embedding's weight instead of one from the checkpoint."""
-        self._method.tie(self.layer.projections[0].outputs.narrow(embedding.weight, 0))
+        self._method.tie(embedding.weight)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[n, hidden] → [n, vocab], on all ranks."""
