@@ -102,7 +102,7 @@ REFUSED_MODELS: dict[str, tuple[Object, str]] = {
     "moving experts": ({"pools": [{"name": "a", "parallelism": {"expert": {"eplb": {}}}}]}, "parallelism.expert: eplb needs"),
     "nodes": (
         {"pools": [{"name": "a", "parallelism": {"tensor": 3, "nodes": 2}}]},
-        "parallelism: nodes must divide tensor * pipel",
+        "parallelism: nodes must divide data, the cores",
     ),
     "device-nodes": (
         {"pools": [{"name": "a", "parallelism": {"tensor": 2, "nodes": 2}, "accelerator": {"resource": "nvidia.com/gpu"}}]},
