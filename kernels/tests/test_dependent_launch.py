@@ -7,6 +7,8 @@ from triton import knobs
 from penstock.kernels import dependent_launch
 from penstock.kernels.compile_only import compile_only
 from penstock.kernels.few_rows.triton import linear_add, norm_gated_linear, norm_linear
+from penstock.kernels.step_state import triton as step_state
+from penstock.kernels.step_state.batch import RowState, StepInputs, StepRequest
 
 META = torch.device("meta")
 
@@ -20,6 +22,20 @@ def test_launches_overlap_from_hopper_on_and_never_in_the_interpreter(monkeypatc
     with compile_only(arch):
         expected = {"EARLY": True, "launch_pdl": True} if overlaps else {"EARLY": False}
         assert dependent_launch.early(META) == expected
+        assert not dependent_launch.early(META, overlaps_last=False).get("launch_pdl")
+
+
+def test_inputs_are_derived_when_the_copy_before_is_over(monkeypatch):
+    """The page of a step is copied; the kernel that reads it is launched as ever, and only lets the next one begin."""
+    found = {}
+    kernel = type("Kernel", (), {"__getitem__": lambda self, grid: lambda *_, **options: found.update(options)})()
+    monkeypatch.setattr(step_state, "_prepare_inputs_kernel", kernel)
+    monkeypatch.setattr(dependent_launch, "overlaps", lambda _device: True)
+    ints = torch.zeros(4, dtype=torch.int32)
+    state = RowState(torch.zeros(3, 8, dtype=torch.int32), ints, torch.zeros(1, 3, 2, dtype=torch.int32), ints, ints)
+    inputs = StepInputs(ints, ints, torch.zeros(1, 4, dtype=torch.int64), ints, ints, ints)
+    step_state.prepare_inputs(StepRequest(ints, ints, ints, ints, ints), state, inputs)
+    assert found["EARLY"] and not found["launch_pdl"]
 
 
 @pytest.mark.gpu

@@ -32,10 +32,16 @@ def overlaps(device: torch.device) -> bool:
     return driver.get_current_target().arch >= _CAPABILITY
 
 
-def early(device: torch.device) -> dict[str, bool]:
-    """Options of a launch on a device: how it is launched, and the kernel's constant EARLY, which says so to `wait`."""
+def early(device: torch.device, overlaps_last: bool = True) -> dict[str, bool]:
+    """Options of a launch on a device: how it is launched, and the kernel's constant EARLY, which says so to `wait`.
+
+    Args:
+        device: Where it is launched.
+        overlaps_last: Whether it may begin before the kernel in front of it has ended. A kernel behind a copy may not: it lets
+            the next one begin early, and that is all.
+    """
     if overlaps(device):
-        return {"EARLY": True, "launch_pdl": True}
+        return {"EARLY": True, "launch_pdl": overlaps_last}
     return {"EARLY": False}
 
 

@@ -95,7 +95,7 @@ def prepare_inputs(step: StepRequest, state: RowState, out: StepInputs) -> None:
         n, r, state.spare_row, state.token_ids.shape[1],
         state.block_tables.stride(1), state.block_tables.stride(0), out.slot_mapping.stride(0),
         GROUPS=groups, STEPS=state.spare_row.bit_length(), PAD=PAD_SLOT, NONE=NO_SLOT, BLOCK=TOKENS,
-        **early(state.token_ids.device), num_warps=4,
+        **early(state.token_ids.device, overlaps_last=False), num_warps=4,
     )  # fmt: skip
 
 
