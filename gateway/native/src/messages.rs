@@ -2,7 +2,7 @@
 //!
 //! Fields that nobody looks at stand here too where they hold text, so that a message is refused for the same bytes as by protobuf.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::BTreeMap;
 
 use prost::{Message, Oneof};
 use prost_types::{Any, Struct};
@@ -27,8 +27,8 @@ pub struct HeaderMap {
 pub struct HttpHeaders {
     #[prost(message, optional, tag = "1")]
     pub headers: Option<HeaderMap>,
-    #[prost(map = "string, message", tag = "2")]
-    pub attributes: HashMap<String, Struct>,
+    #[prost(btree_map = "string, message", tag = "2")]
+    pub attributes: BTreeMap<String, Struct>,
     #[prost(bool, tag = "3")]
     pub end_of_stream: bool,
 }
@@ -66,10 +66,10 @@ pub enum Request {
 
 #[derive(Clone, PartialEq, Message)]
 pub struct Metadata {
-    #[prost(map = "string, message", tag = "1")]
-    pub filter_metadata: HashMap<String, Struct>,
-    #[prost(map = "string, message", tag = "2")]
-    pub typed_filter_metadata: HashMap<String, Any>,
+    #[prost(btree_map = "string, message", tag = "1")]
+    pub filter_metadata: BTreeMap<String, Struct>,
+    #[prost(btree_map = "string, message", tag = "2")]
+    pub typed_filter_metadata: BTreeMap<String, Any>,
 }
 
 /// The modes are open enums.
@@ -89,8 +89,8 @@ pub struct ProcessingRequest {
     pub request: Option<Request>,
     #[prost(message, optional, tag = "8")]
     pub metadata_context: Option<Metadata>,
-    #[prost(map = "string, message", tag = "9")]
-    pub attributes: HashMap<String, Struct>,
+    #[prost(btree_map = "string, message", tag = "9")]
+    pub attributes: BTreeMap<String, Struct>,
     #[prost(bool, tag = "10")]
     pub observability_mode: bool,
     #[prost(message, optional, tag = "11")]

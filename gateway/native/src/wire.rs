@@ -1,8 +1,9 @@
 //! Reads what a proxy says over ext_proc, and writes the answers to requests with a destination: see
 //! `penstock.gateway.extproc.wire`, whose forms in Python are the statement.
 
-use std::collections::HashMap;
+use std::collections::BTreeMap;
 
+use hashbrown::HashMap;
 use prost::Message;
 use prost_types::value::Kind;
 use prost_types::{Struct, Value};
@@ -185,7 +186,7 @@ impl Wire {
     }
 
     /// The endpoint that answered, by the protocol's metadata, else by the proxy's attribute.
-    fn served(&self, metadata: Option<&Metadata>, attributes: &HashMap<String, Struct>) -> Option<String> {
+    fn served(&self, metadata: Option<&Metadata>, attributes: &BTreeMap<String, Struct>) -> Option<String> {
         let (space, name) = &self.served;
         let value = metadata.and_then(|it| it.filter_metadata.get(space)).and_then(|it| it.fields.get(name));
         let said = value.and_then(|value| match &value.kind {

@@ -72,6 +72,9 @@ class Message(NamedTuple):
     """The endpoint that a response is from, by the endpoint-picker protocol's metadata, else by Envoy's attribute."""
 
 
+_MODES = Message._fields.index("modes")
+
+
 class Wire(Protocol):
     """Reads and writes messages."""
 
@@ -142,10 +145,12 @@ class CompiledWire:
     def read(self, data: bytes) -> Message:
         """The message; raises `DecodeError` where it is none."""
         try:
-            kind, observed, fields, body, ends, modes, hint, noted, served = self._read(data)
+            said = self._read(data)
         except ValueError:
             return self._plain.read(data)  # which says why, or takes what it can
-        return Message(kind, observed, fields, body, ends, None if modes is None else Modes(*modes), hint, noted, served)
+        if (modes := said[_MODES]) is None:
+            return Message._make(said)
+        return Message._make((*said[:_MODES], Modes(*modes), *said[_MODES + 1 :]))
 
     def picked(self, pick: Pick) -> bytes:
         """The answer that sends a request to its destination."""
