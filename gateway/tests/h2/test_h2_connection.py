@@ -464,6 +464,14 @@ def test_the_end_of_a_stream_that_we_ended_is_free_once(pair: Any, data: Any) ->
     assert pair.died_of() == Code.ENHANCE_YOUR_CALM
 
 
+def test_the_last_data_of_a_stream_that_we_ended_is_free_once(pair: Any, data: Any) -> None:
+    pair.connection.end(pair.opened(1).stream, b"\x88")
+    pair.say(*[data(b"", ends=True)] * 2_000)
+    assert not pair.connection.closed
+    pair.say(*[data(b"", ends=True)] * 2)
+    assert pair.died_of() == Code.ENHANCE_YOUR_CALM
+
+
 def test_windows_of_many_streams_cannot_be_changed_again_and_again(make_pair: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "RESIZES", limits.Rate(1_000, 100))
     pair = make_pair()

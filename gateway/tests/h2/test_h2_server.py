@@ -1,7 +1,9 @@
 """The server on a real socket: gRPC as grpc's own client sees it, and HTTP/2 as another implementation does."""
 
 import asyncio
+import gc
 import gzip
+import weakref
 import zlib
 from collections.abc import Callable
 from typing import Any
@@ -262,6 +264,20 @@ async def test_plain_http_is_hung_up_on(lean_server: Any) -> None:
         assert b"HTTP/2" in await asyncio.wait_for(reader.read(), 60)
         writer.close()
         await until(lambda: not it.server.peers)
+
+
+async def test_nothing_is_left_of_a_connection_that_is_gone(lean_server: Any) -> None:
+    async with lean_server() as it:
+        client = await Http2.connect(it.port)
+        client.request("/test.Echo/Hold", ends=False)
+        client.request("/test.Echo/One", body=prefixed(b"x"))
+        await client.answer()
+        await until(lambda: it.seen.held)
+        peers = [weakref.ref(peer) for peer in it.server.peers]
+        client.close()
+        await until(lambda: not it.server.peers and not it.seen.held)
+        gc.collect()
+        assert [peer() for peer in peers] == [None] * len(peers) != []
 
 
 class Http2(asyncio.Protocol):

@@ -14,7 +14,8 @@ use super::stream::Stream;
 #[pyclass]
 pub struct Connection {
     core: Core,
-    accept: Py<PyAny>,
+    /// None once the connection has ended: it may be what holds the connection.
+    accept: Option<Py<PyAny>>,
     /// The beginning of a frame whose rest has not come.
     buffer: Vec<u8>,
 }
@@ -23,7 +24,7 @@ pub struct Connection {
 impl Connection {
     #[new]
     fn new(accept: Py<PyAny>, cache: Py<BlockCache>, now: f64, limits: Limits) -> Self {
-        Connection { core: Core::new(cache, limits, now), accept, buffer: Vec::new() }
+        Connection { core: Core::new(cache, limits, now), accept: Some(accept), buffer: Vec::new() }
     }
 
     /// Streams that we have not ended yet.
@@ -184,7 +185,7 @@ impl Calls for Bound<'_, Connection> {
             Ok(Some(Next::Open(stream, ends))) => {
                 let accept = {
                     let me = self.borrow();
-                    me.core.has_room().then(|| me.accept.clone_ref(py))
+                    me.accept.as_ref().filter(|_| me.core.has_room()).map(|accept| accept.clone_ref(py))
                 };
                 let receiver = accept.map(|accept| accept.call1(py, (&stream,))).transpose()?;
                 let receiver = receiver.filter(|receiver| !receiver.is_none(py));
@@ -202,7 +203,11 @@ impl Calls for Bound<'_, Connection> {
     fn tell(&self) -> PyResult<()> {
         let py = self.py();
         loop {
-            let told = std::mem::take(&mut self.borrow_mut().core.told);
+            let (told, _accept) = {
+                let mut me = self.borrow_mut();
+                let over = me.core.closed.then(|| me.accept.take());
+                (std::mem::take(&mut me.core.told), over)
+            };
             if told.is_empty() {
                 return Ok(());
             }
