@@ -34,7 +34,7 @@ class HashedPrompt(NamedTuple):
     """One prompt as the picker sees it."""
 
     tokens: int
-    block_hashes: tuple[bytes, ...]
+    block_hashes: Sequence[bytes]
     images: tuple[tuple[int, int], ...] = ()
     """Of each different image, the position after its last token, and the cost of the tower's run: tokens of text that take as
     long."""
@@ -88,6 +88,7 @@ class PrefixMemo:
         self._cutter = Cutter(bundle.tokenizer)
         self._wrap = _special_ids(msgspec.json.decode(bundle.tokenizer).get("post_processor"))
         self._nodes: OrderedDict[bytes, Node] = OrderedDict()
+        self._named: Callable[[bytes], Sequence[bytes]] = _unpacked
         self._lock = Lock()
         self.bytes = 0
 
@@ -129,7 +130,7 @@ class PrefixMemo:
             return self.processor.encode_pieces(texts, alone, param)
 
         if self._keeps_none(text, alone=alone):
-            return _joined(self._encoded([], Rest([text], encode, alone, before, after), extra))
+            return self._joined(self._encoded([], Rest([text], encode, alone, before, after), extra))
         pieces = [text] if alone else self._cutter.pieces(text)
         # Half of a surrogate pair, which is no text, is refused when it comes to be tokenised.
         encoded = [piece.encode(errors="surrogatepass") for piece in pieces]
@@ -140,7 +141,7 @@ class PrefixMemo:
         if len(nodes) < len(pieces):
             added = self._encoded(nodes, Rest(pieces[len(nodes) :], encode, alone, [] if nodes else before, after), extra)
             nodes += self._add(keys[len(nodes) :], added)
-        return _joined(nodes)
+        return self._joined(nodes)
 
     def _keeps_none(self, text: str, *, alone: bool) -> bool:
         """Whether a text is hashed anew each time; `alone` as in `Rest`."""
@@ -177,7 +178,10 @@ class PrefixMemo:
         keys = _keys(b"ids", extra, (array("I", piece).tobytes() for piece in pieces))
         nodes = self._known(keys)
         nodes += self._add(keys[len(nodes) :], self._chained(nodes, pieces[len(nodes) :], extra))
-        return _joined(nodes)
+        return self._joined(nodes)
+
+    def _joined(self, nodes: list[Node]) -> HashedPrompt:
+        return HashedPrompt(nodes[-1].tokens if nodes else 0, self._named(b"".join([node.hashes for node in nodes])))
 
     def _known(self, keys: Sequence[bytes]) -> list[Node]:
         """The longest remembered run from the beginning."""
@@ -228,10 +232,10 @@ def _keys(kind: bytes, extra: ExtraKeys, pieces: Iterable[bytes]) -> list[bytes]
     return keys
 
 
-def _joined(nodes: list[Node]) -> HashedPrompt:
-    hashes = b"".join([node.hashes for node in nodes])
+def _unpacked(hashes: bytes) -> Sequence[bytes]:
+    """The names of blocks, which are concatenated in `hashes`."""
     blocks = struct.Struct(f"{DIGEST_BYTES}s" * (len(hashes) // DIGEST_BYTES))  # a third of the price of slices; not kept
-    return HashedPrompt(nodes[-1].tokens if nodes else 0, blocks.unpack(hashes))
+    return blocks.unpack(hashes)
 
 
 def _special_ids(post: dict[str, Any] | None) -> tuple[list[int], list[int]] | None:

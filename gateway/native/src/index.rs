@@ -8,6 +8,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict};
 
 use crate::arrays::{cells, writable};
+use crate::hashes::BlockHashes;
 use crate::residency::{Blocks, Hash, name, ones};
 
 /// Which replica caches which block. See Python's class of the same name.
@@ -24,6 +25,9 @@ pub struct ResidencyIndex {
 
 /// The names of blocks; the whole list is read before anything is changed.
 fn names(hashes: &Bound<'_, PyAny>) -> PyResult<Vec<Hash>> {
+    if let Ok(own) = hashes.cast::<BlockHashes>() {
+        return Ok(own.get().names.clone());
+    }
     let mut found = Vec::with_capacity(hashes.len().unwrap_or(0));
     for hash in hashes.try_iter()? {
         found.push(named(&hash?)?);
@@ -45,17 +49,22 @@ impl ResidencyIndex {
         rows: &[Cell<i64>],
         tokens: &[Cell<f64>],
     ) -> PyResult<()> {
-        let mut wrong = None;
-        let names =
-            hashes.try_iter()?.map_while(|hash| hash.and_then(|hash| named(&hash)).map_err(|error| wrong = Some(error)).ok());
-        self.blocks.walk(names, |bits, depth| {
+        let add = |bits: &[u64], depth: usize| {
             for bit in ones(bits) {
                 let row = rows.get(bit).map_or(-1, Cell::get);
                 if let Some(cell) = usize::try_from(row).ok().and_then(|row| tokens.get(row)) {
                     cell.set(cell.get() + (depth.min(most) * block_size) as f64);
                 }
             }
-        });
+        };
+        if let Ok(own) = hashes.cast::<BlockHashes>() {
+            self.blocks.walk(own.get().names.iter().copied(), add);
+            return Ok(());
+        }
+        let mut wrong = None;
+        let names =
+            hashes.try_iter()?.map_while(|hash| hash.and_then(|hash| named(&hash)).map_err(|error| wrong = Some(error)).ok());
+        self.blocks.walk(names, add);
         wrong.map_or(Ok(()), Err)
     }
 

@@ -5,6 +5,7 @@ mod arrays;
 mod choice;
 mod cuts;
 mod h2;
+mod hashes;
 mod hashing;
 mod index;
 mod messages;
@@ -43,12 +44,13 @@ fn chain<'py>(
 #[pymodule]
 fn penstock_gateway_native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     // Number of the interface in `penstock.gateway.picker.compiled`.
-    module.add("INTERFACE", 8)?;
+    module.add("INTERFACE", 9)?;
     module.add("VERSION", env!("CARGO_PKG_VERSION"))?;
     module.add("FIGURES", price::FIGURES)?;
     module.add_class::<h2::BlockCache>()?;
     module.add_class::<h2::Connection>()?;
     module.add_class::<h2::Stream>()?;
+    module.add_class::<hashes::BlockHashes>()?;
     module.add_class::<index::ResidencyIndex>()?;
     module.add_class::<report::ReportReader>()?;
     module.add_class::<text::TextHasher>()?;

@@ -1,6 +1,7 @@
 """The compiled parts against Python's: the same history in, the same picks out, to the last bit."""
 
 import random
+from collections.abc import Sequence
 from typing import Any, cast
 
 import msgspec
@@ -29,6 +30,12 @@ TREE = [[random.Random(branch * 100 + depth).randbytes(32) for depth in range(12
 """Hashes of four prompts, which share their first blocks by pairs."""
 for pair in (0, 2):
     TREE[pair + 1][:5] = TREE[pair][:5]
+
+
+def packed(hashes: Sequence[bytes]) -> Sequence[bytes]:
+    """The same names as the compiled parts keep them."""
+    assert COMPILED is not None
+    return COMPILED.BlockHashes(b"".join(hashes))
 
 
 def figures_of(rng: random.Random, rows: int) -> np.ndarray:
@@ -91,7 +98,8 @@ class World:
             self._happen()
         hashes = tuple(rng.choice(TREE)[: rng.randrange(13)])
         images = ((rng.randrange(200), rng.randrange(9000)),) * rng.choice((0, 0, 1))
-        prompts = (Prompt(len(hashes) * BLOCK + rng.randrange(BLOCK), hashes, images),) * rng.choice((1, 1, 1, 2))
+        names = hashes if rng.random() < 0.5 else packed(hashes)
+        prompts = (Prompt(len(hashes) * BLOCK + rng.randrange(BLOCK), names, images),) * rng.choice((1, 1, 1, 2))
         asked = RequestView(
             id=f"q{rng.randrange(50)}", path="", model="m", prompts=prompts, block_size=BLOCK,
             max_tokens=rng.choice((None, 1, 100)), adapter=rng.choice((None, None, None, "a")),
@@ -208,6 +216,21 @@ def test_what_is_no_block_or_no_array_is_refused() -> None:
     with pytest.raises(ValueError, match="not 3 rows"):
         none = None
         COMPILED.rank(folded, table, np.zeros(2), 1, 1, np.zeros(3, np.uint64), 1, 0.02, 10, none, none, none, none)
+
+
+def test_packed_names_are_those_that_were_packed() -> None:
+    names, key = TREE[0], ReplicaKey("u", 1)
+    assert packed(names) == tuple(names) and tuple(names) == packed(names) and not packed(())
+    assert packed(names) != tuple(names[:3]) and packed(names) != (*names[:-1], b"x" * 32)
+    assert (len(packed(names)), packed(names)[2], packed(names)[-1], list(packed(names))) == (12, names[2], names[-1], names)
+    for at in (12, -13):
+        with pytest.raises(IndexError, match=f"there is no block {at}"):
+            packed(names)[at]
+    with pytest.raises(ValueError, match="33 bytes are no whole names"):
+        packed([b"x" * 33])
+    index = index_of(COMPILED)
+    index.store(key, packed(names[:5]))
+    assert index.longest_prefix(packed(names)) == {key: 5}
 
 
 def test_a_package_of_another_version_is_not_used(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

@@ -36,6 +36,7 @@ class CompiledMemo(PrefixMemo):
         hasher = CompiledHasher(processor.bundle, compiled)
         super().__init__(processor, max_bytes, hasher)
         self._root = hasher.root
+        self._named = compiled.BlockHashes
         self._texts = compiled.TextHasher(hasher.block_size, self._cutter.apart)
 
     def _keeps_none(self, text: str, *, alone: bool) -> bool:

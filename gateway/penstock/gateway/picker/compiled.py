@@ -17,7 +17,7 @@ from penstock.gateway.picker.figures import Figures, Floats, Rows
 from penstock.gateway.residency.index import MAX_BLOCKS, MAX_BLOCKS_PER_REPLICA, Knowledge, ResidencyIndex
 
 PACKAGE, MODULE = "penstock-gateway-native", "penstock_gateway_native"
-INTERFACE = 8
+INTERFACE = 9
 """Number of what follows; rises with each change of it. A package with another number is not used."""
 
 log = logging.getLogger(__name__)
@@ -174,6 +174,10 @@ class Compiled(Protocol):
     def chain(self, parent: bytes, tokens: "array[int]", block_size: int, every: bytes, first: bytes) -> list[bytes]:
         """The chained hashes of the full blocks of `tokens`, uint32, after the block `parent`: behind its tokens each block holds
         `every`, and the first one `first`."""
+        ...
+
+    def BlockHashes(self, packed: bytes) -> Sequence[bytes]:
+        """The names of blocks, which are concatenated in `packed`, for a `ResidencyIndex` that need not look at each."""
         ...
 
     def TextHasher(self, block_size: int, apart: Sequence[str]) -> TextHasher:

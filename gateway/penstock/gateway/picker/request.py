@@ -1,5 +1,7 @@
 """What the picker reads of a request: enough to estimate its cost, and none of its words."""
 
+from collections.abc import Sequence
+
 import msgspec
 
 from penstock.gateway.picker.candidates import ReplicaKey
@@ -9,7 +11,7 @@ class Prompt(msgspec.Struct, frozen=True):
     """One prompt of a request (`/v1/completions` may bring several)."""
 
     tokens: int
-    block_hashes: tuple[bytes, ...] = ()
+    block_hashes: Sequence[bytes] = ()
     """Chained hashes of the full blocks (`penstock.prompt.hashing`); empty where tokens could not be computed."""
     images: tuple[tuple[int, int], ...] = ()
     """Of each different image, the position after its last token, and the cost of a tower's run: tokens of text that take as
