@@ -48,5 +48,6 @@ def test_a_usual_report_needs_no_python(compiled: Compiled, monkeypatch: pytest.
     own = OwnReports(compiled)
     monkeypatch.setattr(load_report, "decode", lambda value: LoadReport(epoch=0, seq=0))
     assert own.read(load_report.encode(report, "TEXT")) == report
-    for value in (load_report.encode(absurd, "TEXT"), load_report.encode(report, "JSON"), ""):
+    twice = load_report.encode(report, "TEXT") + ", named_metrics.num_requests_waiting_by_reason.lora=2"
+    for value in (load_report.encode(absurd, "TEXT"), load_report.encode(report, "JSON"), twice, ""):
         assert own.read(value) == LoadReport(epoch=0, seq=0)
