@@ -13,8 +13,8 @@ from penstock.kernels.quantized_linear.rounding import Rounding, rounded_inputs
 DYNAMIC = Rounding("int8", True)
 SHAPES = [(1, 4), (16, 64), (37, 7), (150, 333)]
 """(out, in): ends of panels and of quads."""
-ROWS = (1, 2, 3, 5, 6, 7, 100)
-"""Tiles of each size, several blocks."""
+ROWS = (1, 2, 3, 5, 6, 7, 41, 100)
+"""Tiles of each size, an odd number of them, several blocks."""
 
 
 @pytest.fixture(autouse=True)
@@ -61,7 +61,9 @@ def test_the_compiled_form_has_the_references_bits(native, dtype, shape):
 
 
 @pytest.mark.parametrize(
-    ("rule", "group"), [(Rounding("int8", True, 18), None), (DYNAMIC, 32), (Rounding("int8", True, 96), 64)], ids=str
+    ("rule", "group"),
+    [(Rounding("int8", True, 18), None), (DYNAMIC, 32), (DYNAMIC, 64), (Rounding("int8", True, 96), 64)],
+    ids=str,
 )
 @pytest.mark.parametrize("zeros", [False, True])
 def test_groups_and_zero_points_have_the_references_bits(native, dtype, rule, group, zeros):

@@ -6,9 +6,11 @@
 // Inputs are kept with 128 added, as numbers from 0 to 255: one instruction multiplies those by signed numbers. 128 times the sum of the
 // weight's numbers is subtracted from the result, and with it what a zero point of the inputs adds.
 
+#include <algorithm>
 #include <memory>
 
 #include "rounding.h"
+#include "tiles.h"
 
 namespace {
 
@@ -97,7 +99,8 @@ struct Weight {
 
 // Rounded rows.
 struct Rows {
-  std::unique_ptr<Step[]> steps;      // [rows, quads, 4]
+  int64_t stride;                     // steps from row to row
+  std::unique_ptr<Step[]> steps;      // [rows, stride]: of each quads times 4, and zeros
   std::unique_ptr<float[]> scales;    // [rows, groups]
   std::unique_ptr<int32_t[]> sums;    // [rows, groups]: of steps less the zero point, where the weight has zero points
 };
@@ -112,6 +115,19 @@ struct Job {
   int64_t outputs;
 };
 
+// Adds to a row's outputs of a panel what the sums of a group of inputs come to.
+template <typename T>
+inline void add_group(const Job<T>& job, int64_t row, int64_t panel, int64_t group, const IntVec (&sums)[kParts], Vec* totals) {
+  const Weight& weight = job.weight;
+  const int64_t of_group = (panel * weight.groups() + group) * kPanel, of_row = row * weight.groups() + group;
+  const Vec scale = splat(job.rows->scales[of_row]);
+  for (int i = 0; i < kParts; ++i) {
+    IntVec found = sums[i] - load_words(weight.sums + of_group + i * kLanes) * (kOffset + job.zero);
+    if (weight.zeros != nullptr) found -= load_bytes(weight.zeros + of_group + i * kLanes) * job.rows->sums[of_row];
+    totals[i] += product(__builtin_convertvector(found, Vec) * load(weight.scales + of_group + i * kLanes), scale);
+  }
+}
+
 template <int kRows, int kPanels, typename T>
 __attribute__((noinline)) void tile(const Job<T>& job, int64_t row, int64_t panel) {
   const Weight& weight = job.weight;
@@ -122,14 +138,14 @@ __attribute__((noinline)) void tile(const Job<T>& job, int64_t row, int64_t pane
   Vec totals[kRows][kPanels * kParts];
   for (int r = 0; r < kRows; ++r)
     for (int i = 0; i < kPanels * kParts; ++i) totals[r][i] = load(start + i * kLanes);
-  const Step* x = job.rows->steps.get() + row * quads * kTogether;
+  const Step* x = job.rows->steps.get() + row * job.rows->stride;
   const int8_t* values = weight.values + panel * quads * kQuad;
   for (int64_t group = 0; group < groups; ++group) {
     IntVec sums[kRows][kPanels][kVectors] = {};
     for (int64_t quad = group * group_quads; quad < std::min(quads, (group + 1) * group_quads); ++quad) {
       Inputs inputs[kRows];
 #pragma GCC unroll 8
-      for (int r = 0; r < kRows; ++r) inputs[r] = load_inputs(x + (r * quads + quad) * kTogether);
+      for (int r = 0; r < kRows; ++r) inputs[r] = load_inputs(x + r * job.rows->stride + quad * kTogether);
 #pragma GCC unroll 8
       for (int p = 0; p < kPanels; ++p) {
         const int8_t* at = values + (p * quads + quad) * kQuad;
@@ -142,21 +158,12 @@ __attribute__((noinline)) void tile(const Job<T>& job, int64_t row, int64_t pane
         }
       }
     }
-    for (int p = 0; p < kPanels; ++p) {
-      const int64_t of_group = ((panel + p) * groups + group) * kPanel;
+    for (int p = 0; p < kPanels; ++p)
       for (int r = 0; r < kRows; ++r) {
-        const int64_t of_row = (row + r) * groups + group;
-        const Vec scale = splat(job.rows->scales[of_row]);
         IntVec found[kParts];
         in_order(sums[r][p], found);
-        for (int i = 0; i < kParts; ++i) {
-          found[i] -= load_words(weight.sums + of_group + i * kLanes) * (kOffset + job.zero);
-          if (weight.zeros != nullptr) found[i] -= load_bytes(weight.zeros + of_group + i * kLanes) * job.rows->sums[of_row];
-          const Vec scaled = __builtin_convertvector(found[i], Vec) * load(weight.scales + of_group + i * kLanes);
-          totals[r][p * kParts + i] += product(scaled, scale);
-        }
+        add_group(job, row + r, panel + p, group, found, totals[r] + p * kParts);
       }
-    }
   }
   for (int r = 0; r < kRows; ++r) {
     T all[kPanels * kPanel];
@@ -204,14 +211,14 @@ float round_group(const T* x, int64_t size, float scale, float zero, Step* out) 
 
 template <typename T>
 void round_rows(const T* x, int64_t count, const Weight& weight, const Rule& rule, const float* scale, float zero, const Rows& rows) {
-  const int64_t quads = weight.quads(), groups = weight.groups();
+  const int64_t groups = weight.groups();
   for (int64_t r = 0; r < count; ++r, x += weight.inputs) {
     float own = scale == nullptr ? 0.0f : *scale;
     for (int64_t group = 0; group < groups; ++group) {
       const int64_t at = group * weight.group, size = std::min(weight.group, weight.inputs - at);
       if (scale == nullptr && at % weight.round_group == 0)
         own = scale_of(x + at, std::min(weight.round_group, weight.inputs - at), rule);
-      Step* steps = rows.steps.get() + (r * quads + group * weight.group_quads()) * kTogether;
+      Step* steps = rows.steps.get() + r * rows.stride + group * weight.group_quads() * kTogether;
       rows.scales[r * groups + group] = round_group(x + at, size, own, zero, steps);
       if (weight.zeros == nullptr) continue;
       int32_t sum = 0;
@@ -221,23 +228,132 @@ void round_rows(const T* x, int64_t count, const Weight& weight, const Rule& rul
   }
 }
 
+#if defined(__AMX_INT8__)
+// Rows from which on tiles take less time than vectors. The sums are the same.
+constexpr int64_t kLeastRows = 8;
+constexpr int64_t kTileQuads = kTileRows, kColumns = 2 * kPanel;
+
+bool suit_tiles(const Weight& weight, int64_t rows) {
+  return rows >= kLeastRows && (weight.groups() == 1 || weight.group_quads() % kTileQuads == 0);
+}
+
+// A panel's tile of weights. A last one that is not whole is copied: what follows it may not be there.
+const int8_t* weights_at(const Weight& weight, int64_t panel, int64_t quad, int8_t* rest) {
+  const int64_t quads = weight.quads(), there = (quads - quad) * kQuad;
+  const int8_t* at = weight.values + (panel * quads + quad) * kQuad;
+  if (there >= kTileSize) return at;
+  std::memcpy(rest, at, there);
+  std::fill(rest + there, rest + kTileSize, 0);
+  Tiles::written();
+  return rest;
+}
+
+// The sums of one or two tiles of `height` rows from `row` on, with two panels (the second may be the first again), of the quads
+// [first, last): [rows, 32].
+template <int kTiles>
+void tile_sums(const Weight& weight, const Rows& rows, int64_t row, int64_t height, const int64_t (&panels)[2], int64_t first, int64_t last,
+               int32_t* out) {
+  alignas(64) int8_t rest[2][kTileSize];
+  const Step *x = rows.steps.get() + row * rows.stride + first * kTogether, *y = x + height * rows.stride;
+  _tile_zero(0);
+  _tile_zero(1);
+  if constexpr (kTiles == 2) {
+    _tile_zero(2);
+    _tile_zero(3);
+  }
+  for (int64_t quad = first; quad < last; quad += kTileQuads, x += kTileBytes, y += kTileBytes) {
+    const int8_t *one = weights_at(weight, panels[0], quad, rest[0]), *other = weights_at(weight, panels[1], quad, rest[1]);
+    _tile_loadd(4, x, rows.stride);
+    _tile_loadd(6, one, kTileBytes);
+    _tile_dpbusd(0, 4, 6);
+    _tile_loadd(7, other, kTileBytes);
+    _tile_dpbusd(1, 4, 7);
+    if constexpr (kTiles == 2) {
+      _tile_loadd(5, y, rows.stride);
+      _tile_dpbusd(2, 5, 6);
+      _tile_dpbusd(3, 5, 7);
+    }
+  }
+  constexpr int64_t kStride = 2 * kTileBytes;
+  _tile_stored(0, out, kStride);
+  _tile_stored(1, out + kPanel, kStride);
+  if constexpr (kTiles == 2) {
+    _tile_stored(2, out + height * kColumns, kStride);
+    _tile_stored(3, out + height * kColumns + kPanel, kStride);
+  }
+}
+
+// `count` rows, in one or two tiles of `height` rows from `row` on, with two panels.
+template <int kTiles, typename T>
+void tile_pair(const Job<T>& job, int64_t row, int64_t count, int64_t height, int64_t panel) {
+  const Weight& weight = job.weight;
+  const int64_t column = panel * kPanel, there = std::min(kColumns, job.outputs - column);
+  const int64_t panels[2] = {panel, there > kPanel ? panel + 1 : panel}, quads = weight.quads();
+  alignas(64) int32_t sums[2 * kTileRows * kColumns];
+  alignas(64) float start[kColumns] = {}, totals[2 * kTileRows][kColumns];
+  for (int64_t i = 0; job.bias != nullptr && i < there; ++i) start[i] = widen(job.bias[column + i]);
+  for (int64_t r = 0; r < count; ++r) std::copy_n(start, kColumns, totals[r]);
+  for (int64_t group = 0; group < weight.groups(); ++group) {
+    const int64_t first = group * weight.group_quads(), last = std::min(quads, first + weight.group_quads());
+    tile_sums<kTiles>(weight, *job.rows, row, height, panels, first, last, sums);
+    for (int64_t r = 0; r < count; ++r)
+      for (int p = 0; p < 2; ++p) {
+        const IntVec found[kParts] = {load_words(sums + r * kColumns + p * kPanel)};
+        Vec total[kParts] = {load(totals[r] + p * kPanel)};
+        add_group(job, row + r, panels[p], group, found, total);
+        store(totals[r] + p * kPanel, total[0]);
+      }
+  }
+  for (int64_t r = 0; r < count; ++r) {
+    T all[kColumns];
+    for (int p = 0; p < 2; ++p) store(all + p * kPanel, load(totals[r] + p * kPanel));
+    std::copy_n(all, there, job.out + (row + r) * job.outputs + column);
+  }
+}
+
+template <typename T>
+void multiply_tiles(const Job<T>& job, int64_t rows, int64_t all) {
+  const int64_t count = (rows + kTileRows - 1) / kTileRows, height = (rows + count - 1) / count;
+  const Tiles shapes(height);
+  for (int64_t panel = 0; panel < all; panel += 2)
+    for (int64_t row = 0; row < rows; row += 2 * height) {
+      if (rows - row > height)
+        tile_pair<2>(job, row, std::min(2 * height, rows - row), height, panel);
+      else
+        tile_pair<1>(job, row, rows - row, height, panel);
+    }
+}
+#endif
+
+template <typename T>
+void multiply(const Job<T>& job, int64_t rows, int64_t all) {
+#if defined(__AMX_INT8__)
+  if (suit_tiles(job.weight, rows)) return multiply_tiles(job, rows, all);
+#endif
+  const int64_t in_tiles = (rows + kMaxRows - 1) / kMaxRows;
+  for (int64_t panel = 0; panel < all; panel += panels(1))
+    for (int64_t tile = 0, row = 0; tile < in_tiles; ++tile) {
+      const int64_t here = rows / in_tiles + (tile < rows % in_tiles);
+      tiles<kMaxRows>(job, here, row, panel, std::min<int64_t>(panel + panels(1), all));
+      row += here;
+    }
+}
+
 template <typename T>
 void integer_linear(const T* x, const Weight& weight, const Rule& rule, const float* scale, float zero, const T* bias, T* out, int64_t rows,
                     int64_t outputs) {
   const int64_t block = std::min(rows, kBlock), all = (outputs + kPanel - 1) / kPanel;
-  Rows rounded{std::unique_ptr<Step[]>(new Step[block * weight.quads() * kTogether]()),
+  // A tile reads whole lines, also of rows that are not there. Rows whose distance is a power of two would meet in a few sets of the cache.
+  const int64_t stride = kHasTiles ? (weight.quads() * kTogether + 63) / 64 * 64 + 64 : weight.quads() * kTogether;
+  const int64_t kept = kHasTiles ? block + 16 : block;
+  Rows rounded{stride, std::unique_ptr<Step[]>(new Step[kept * stride]()),
                std::unique_ptr<float[]>(new float[block * weight.groups()]),
                std::unique_ptr<int32_t[]>(weight.zeros == nullptr ? nullptr : new int32_t[block * weight.groups()])};
   for (int64_t begin = 0; begin < rows; begin += block) {
-    const int64_t count = std::min(block, rows - begin), in_tiles = (count + kMaxRows - 1) / kMaxRows;
+    const int64_t count = std::min(block, rows - begin);
     round_rows(x + begin * weight.inputs, count, weight, rule, scale, zero, rounded);
     const Job<T> job{weight, &rounded, static_cast<int32_t>(zero), bias, out + begin * outputs, outputs};
-    for (int64_t panel = 0; panel < all; panel += panels(1))
-      for (int64_t tile = 0, row = 0; tile < in_tiles; ++tile) {
-        const int64_t here = count / in_tiles + (tile < count % in_tiles);
-        tiles<kMaxRows>(job, here, row, panel, std::min<int64_t>(panel + panels(1), all));
-        row += here;
-      }
+    multiply(job, count, all);
   }
 }
 

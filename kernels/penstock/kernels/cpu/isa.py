@@ -33,7 +33,12 @@ _AVX512 = frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16
 _AVX2_FLAGS = ("-mavx2", "-mfma", "-mf16c")
 _AVX512_FLAGS = ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512bf16", "-mavx512vnni", *_AVX2_FLAGS)
 ISAS = (
-    Isa("amx", "x86_64", _AVX512 | {"amx_tile", "amx_bf16"}, (*_AVX512_FLAGS, "-mamx-tile", "-mamx-bf16")),
+    Isa(
+        "amx",
+        "x86_64",
+        _AVX512 | {"amx_tile", "amx_bf16", "amx_int8"},
+        (*_AVX512_FLAGS, "-mamx-tile", "-mamx-bf16", "-mamx-int8"),
+    ),
     Isa("avx512_bf16", "x86_64", _AVX512, _AVX512_FLAGS, {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"}),
     Isa(
         "avx2",
