@@ -1,5 +1,6 @@
 """The HTTP/2 state machine against RFC 9113: what it takes, what it refuses and with which code."""
 
+import sys
 from typing import Any
 
 import pytest
@@ -294,6 +295,17 @@ def test_streams_take_turns(pair: Any) -> None:
     pair.connection.resume()
     order = [it.stream for it in pair.heard() if it.kind == DATA]
     assert order == [1, 3, 5] * 3
+
+
+def test_a_stream_that_is_gone_waits_for_no_turn(pair: Any) -> None:
+    """Else a peer that takes no data fills the memory: it opens streams and resets them, one after the other."""
+    pair.connection.pause()
+    unanswered, answered = pair.opened(1), pair.opened(3)
+    pair.connection.send(answered.stream, b"x")
+    pair.say(rst_stream(1, Code.CANCEL), rst_stream(3, Code.CANCEL))
+    assert sys.getrefcount(answered.stream) == sys.getrefcount(unanswered.stream)
+    pair.connection.resume()
+    assert sent(pair) == {}
 
 
 def answer_blocks(pair: Any, stream: int) -> list[bytes]:

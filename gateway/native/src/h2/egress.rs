@@ -1,7 +1,6 @@
 //! The half of a connection that sends: windows, turns, and what waits for them.
 
-use std::collections::VecDeque;
-
+use hashlink::LinkedHashMap;
 use pyo3::prelude::*;
 
 use super::frames::{
@@ -39,7 +38,7 @@ pub struct Egress {
     /// Data that goes into `out` at once: more waits until that is written, so that a peer that does not read is noticed.
     write_bytes: i64,
     /// Streams that have data and a window.
-    turns: VecDeque<Py<Stream>>,
+    turns: LinkedHashMap<u32, Py<Stream>>,
 }
 
 impl Egress {
@@ -59,7 +58,7 @@ impl Egress {
             window: DEFAULT_WINDOW,
             room: write_bytes,
             write_bytes,
-            turns: VecDeque::new(),
+            turns: LinkedHashMap::new(),
         }
     }
 
@@ -112,6 +111,7 @@ impl Egress {
     /// The stream is gone.
     pub fn drop(&mut self, stream: &mut Stream) {
         stream.open = false;
+        self.turns.remove(&stream.id); // its turn may never come: whoever takes no data may still open and reset streams
         self.unsent -= stream.waiting.len();
         stream.waiting.clear();
     }
@@ -170,12 +170,11 @@ impl Egress {
     /// Sends what can be sent.
     pub fn pump(&mut self, py: Python<'_>, now: f64) {
         while self.window > 0 && self.room > 0 && !self.paused {
-            let Some(stream) = self.turns.pop_front() else { return };
+            let Some((_, stream)) = self.turns.pop_front() else { return };
             let mut it = stream.borrow_mut(py);
-            it.queued = false;
             let size = it.send_window.min(self.window).min(it.waiting.len().min(self.max_frame) as i64);
             if size <= 0 {
-                continue; // it is gone, or its window has shrunk
+                continue; // its window has shrunk
             }
             let size = size as usize;
             self.frame(&mut it, size);
@@ -209,9 +208,8 @@ impl Egress {
     }
 
     fn queue(&mut self, stream: &Py<Stream>, it: &mut PyRefMut<'_, Stream>) {
-        if !it.waiting.is_empty() && it.send_window > 0 && !it.queued {
-            it.queued = true;
-            self.turns.push_back(stream.clone_ref(it.py()));
+        if !it.waiting.is_empty() && it.send_window > 0 {
+            self.turns.replace(it.id, stream.clone_ref(it.py())); // who has a turn keeps its place
         }
     }
 

@@ -28,8 +28,6 @@ pub struct Stream {
     pub waiting: Waiting,
     /// The block that ends the stream once all data is out.
     pub trailers: Option<Vec<u8>>,
-    /// True while the stream waits for its turn to send.
-    pub queued: bool,
     pub content_length: Option<i64>,
 }
 
@@ -56,7 +54,6 @@ impl Stream {
             unacknowledged: 0,
             waiting: Waiting::default(),
             trailers: None,
-            queued: false,
             content_length,
         }
     }

@@ -1,6 +1,6 @@
 """The half of a connection that sends: windows, turns, and what waits for them."""
 
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Callable
 
 from penstock.gateway.h2 import limits
@@ -48,7 +48,7 @@ class Egress:
         self._finished = finished
         self._window = DEFAULT_WINDOW
         self._room = limits.WRITE_BYTES
-        self._turns: deque[Stream] = deque()  # streams that have data and a window
+        self._turns: OrderedDict[int, Stream] = OrderedDict()  # streams that have data and a window
 
     def headers(self, stream: Stream, block: bytes) -> None:
         """The head of the answer; `block` fits one frame."""
@@ -80,6 +80,7 @@ class Egress:
     def drop(self, stream: Stream) -> None:
         """The stream is gone."""
         stream.open = False
+        self._turns.pop(stream.id, None)  # its turn may never come: whoever takes no data may still open and reset streams
         self.unsent -= len(stream.waiting)
         stream.waiting.clear()
 
@@ -123,10 +124,9 @@ class Egress:
     def pump(self, now: float) -> None:
         """Sends what can be sent."""
         while self._turns and self._window > 0 and self._room > 0 and not self.paused:
-            stream = self._turns.popleft()
-            stream.queued = False
+            _, stream = self._turns.popitem(last=False)
             size = min(len(stream.waiting), stream.send_window, self._window, self.max_frame)
-            if size <= 0:  # it is gone, or its window has shrunk
+            if size <= 0:  # its window has shrunk
                 continue
             self._write(stream, bytes(stream.waiting[:size]), size)
             del stream.waiting[:size]
@@ -155,9 +155,8 @@ class Egress:
         self.frames_sent += 1
 
     def _queue(self, stream: Stream) -> None:
-        if stream.waiting and stream.send_window > 0 and not stream.queued:
-            stream.queued = True
-            self._turns.append(stream)
+        if stream.waiting and stream.send_window > 0:
+            self._turns[stream.id] = stream
 
     def _finish(self, stream: Stream) -> None:
         assert stream.trailers is not None

@@ -30,7 +30,7 @@ class Stream:
     """A stream from its request's headers until we have ended it."""
 
     __slots__ = (
-        "answered", "content_length", "ended", "head", "id", "open", "queued", "receive_window", "receiver", "send_window",
+        "answered", "content_length", "ended", "head", "id", "open", "receive_window", "receiver", "send_window",
         "trailers", "unacknowledged", "waiting",
     )  # fmt: skip
 
@@ -52,8 +52,6 @@ class Stream:
         """What waits for a window, or its turn."""
         self.trailers: bytes | None = None
         """The block that ends the stream once `waiting` is out."""
-        self.queued = False
-        """True while the stream waits for its turn to send."""
         self.content_length = head.content_length
 
     @property
