@@ -279,7 +279,7 @@ class Columns:
         return self._folded.table(self.table, self.rates(now), block_size, now)
 
     def to_fold(self, rates: Rates, block_size: int) -> tuple[Floats, list[int] | None]:
-        """See `Folded.due`."""
+        """The table of folded prices, and the rows that whoever asks must fold before anybody reads it; None: all of them."""
         return self._folded.due(self.table, rates, block_size)
 
     def _measure(self, now: float) -> Rates:

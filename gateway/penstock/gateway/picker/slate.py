@@ -81,7 +81,7 @@ class Slate(NamedTuple):
         return lots
 
     def word(self) -> int:
-        """See `word_of`."""
+        """What the request's lots are drawn from: 64 bits."""
         return word_of(self.request_id)
 
     def kept(self, rows: list[int], table: Floats) -> "Slate":
