@@ -1,6 +1,8 @@
 """The HTTP/2 state machine against RFC 9113: what it takes, what it refuses and with which code."""
 
+import resource
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -306,6 +308,23 @@ def test_a_stream_that_is_gone_waits_for_no_turn(pair: Any) -> None:
     assert sys.getrefcount(answered.stream) == sys.getrefcount(unanswered.stream)
     pair.connection.resume()
     assert sent(pair) == {}
+
+
+def test_what_is_idle_keeps_no_room_for_its_largest_answer(make_pair: Any) -> None:
+    def resident_mb() -> float:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / 1e6
+
+    def served() -> Any:
+        pair = make_pair()
+        pair.say(settings({Setting.INITIAL_WINDOW_SIZE: MAX_WINDOW}), window_update(0, MAX_WINDOW - DEFAULT_WINDOW))
+        pair.connection.send(pair.opened().stream, bytes(limits.WRITE_BYTES))
+        assert sum(sent(pair).values()) == limits.WRITE_BYTES
+        return pair
+
+    kept = [served()]
+    before = resident_mb()
+    kept += [served() for _ in range(30)]
+    assert resident_mb() - before < 15
 
 
 def answer_blocks(pair: Any, stream: int) -> list[bytes]:

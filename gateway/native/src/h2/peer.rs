@@ -10,6 +10,9 @@ use super::head::BlockCache;
 use super::limits::Limits;
 use super::stream::Stream;
 
+/// Room for what is to be written that a connection keeps: one large answer must not hold its size for as long as its peer stays.
+const KEPT_BYTES: usize = 64 * 1024;
+
 /// See `penstock.gateway.h2.connection.Connection`.
 #[pyclass]
 pub struct Connection {
@@ -120,6 +123,7 @@ impl Connection {
     fn take<'py>(&mut self, py: Python<'py>) -> Bound<'py, PyBytes> {
         let data = PyBytes::new(py, &self.core.egress.out);
         self.core.egress.out.clear();
+        self.core.egress.out.shrink_to(KEPT_BYTES);
         data
     }
 

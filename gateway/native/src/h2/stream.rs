@@ -84,7 +84,9 @@ impl Waiting {
     pub fn pop(&mut self, size: usize, out: &mut Vec<u8>) {
         out.extend_from_slice(&self.bytes[self.at..self.at + size]);
         self.at += size;
-        if 2 * self.at >= self.bytes.len() {
+        if self.is_empty() {
+            self.clear(); // a stream that is open for long keeps no room for what it once had to send
+        } else if 2 * self.at >= self.bytes.len() {
             self.bytes.drain(..self.at);
             self.at = 0;
         }
