@@ -445,3 +445,10 @@ def test_subset_hints_read_ipv6() -> None:
     assert parse_subset("fd00::1").allows(six)
     assert not parse_subset("[fd00::1]:8001").allows(six)
     assert not Subset(frozenset(), frozenset()).allows(six)
+
+
+def test_who_draws_the_same_lot_comes_in_the_same_order_however_many_there_are() -> None:
+    known = slate([Known(at) for at in range(1, 41)])
+    alike = known._replace(seeds=np.arange(40, dtype=np.uint64) % np.uint64(3))
+    rows = choose(alike, "Cost").rows
+    assert rows == list(range(rows[0], 40, 3))[:RANKED]

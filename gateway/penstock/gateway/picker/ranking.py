@@ -135,5 +135,7 @@ def _untied(slate: Slate, ties: list[int], most: int) -> list[int]:
         return [row for _, _, row in ranks]
     rows = np.array(ties)
     rank = booked[rows] * of_booked - slate.resident[rows] + slate.lots(rows)
-    best = rank.argpartition(most)[:most] if len(ties) > most else np.arange(len(ties))
-    return rows[best[np.lexsort((slate.seeds[rows][best], rank[best]))]].tolist()
+    if len(ties) > most:  # all that are as good as the last of the best, so that no accident decides among equals
+        near = rank <= np.partition(rank, most - 1)[most - 1]
+        rows, rank = rows[near], rank[near]
+    return rows[np.lexsort((slate.seeds[rows], rank))][:most].tolist()
