@@ -245,7 +245,7 @@ def test_what_the_host_does_in_a_decode_step_does_not_grow_with_what_rows_hold(r
             found.step()
     finally:
         del found.runner.runtime.upload
-    begin = 4 + 3 * 8  # three numbers for each of six rows, and where they begin
+    begin = 4 + 4 + 3 * 8  # the slot, a shared prefix, three numbers for each of six rows, and where they begin
     assert min(sent) == begin and max(sent) == begin + 5, "a block now and then: four numbers of its run, and it"
 
 

@@ -100,7 +100,7 @@ class Staging:
         self._runtime, self._ops, self._targets = runtime, ops, Targets([target.view(torch.int32) for target in targets])
         self.changes = Changes(targets)
         # Kernels are compiled for arrays that begin at a multiple of 16 bytes, and once more for those that do not.
-        self._rows = 4
+        self._shared, self._rows = 4, 8
         self._starts = self._rows + aligned(max_num_seqs)
         self._samples = self._starts + aligned(max_num_seqs + 1)
         self._begin = self._samples + aligned(max_num_seqs)
@@ -119,7 +119,7 @@ class Staging:
             query_start_loc=page[self._starts : self._starts + num_reqs + 1],
             samples=page[self._samples : self._samples + num_reqs],
             result=page[:1],
-            shared=page[1:2],
+            shared=page[self._shared : self._shared + 1],
         )
 
     def send(self, rows: Int32, query_start_loc: Int32, samples: Bool, shared: int = 0) -> int:
@@ -148,7 +148,7 @@ class Staging:
             self._send_page(self._host_page(slot, at), runs)
         page, count = self._host_page(slot, len(ahead)), len(rows)
         host = page.numpy()
-        host[:2] = number, shared
+        host[0], host[self._shared] = number, shared
         host[self._rows : self._rows + count] = rows
         host[self._starts : self._starts + count + 1] = query_start_loc
         host[self._samples : self._samples + count] = samples
