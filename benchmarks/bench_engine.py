@@ -91,7 +91,8 @@ class Gate:
 GATES = (
     *[Gate("in_process", "openvino-genai", streams, "avx2", 0.9) for streams in (1, 8, 16)],
     *[
-        Gate("in_process", "openvino-genai", streams, "avx512_bf16", ratio)
+        Gate("in_process", "openvino-genai", streams, isa, ratio)
+        for isa in ("amx", "avx512_bf16")
         for streams, ratio in ((1, 1.08), (8, 1.13), (16, 0.86))
     ],
     Gate("http", "llama.cpp", 1, None, 1.0),
