@@ -8,12 +8,16 @@
 // bfloat16. The group's scale multiplies their sum, less the zero point times the group's sum of inputs. The order never depends on the number of
 // rows, so a token's result has the same bits in any batch.
 //
+// Where the CPU has tiles, many rows of bfloat16 meet weights that are widened to it. Tiles add both chains up after every 32 inputs of a group
+// and know no subnormal numbers, and so do vectors there.
+//
 // One row waits for the memory. A tile's panels are read side by side, so weights and scales are fetched ahead, also those of the next tile.
 
 #include <algorithm>
 #include <memory>
 #include <numeric>
 
+#include "tiles.h"
 #include "vector.h"
 
 namespace {
@@ -33,7 +37,7 @@ constexpr int kSums = kRegisters == 32 ? 24 : 12;
 template <typename X>
 constexpr int kChains = std::is_same_v<X, BFloat16> ? 1 : 2;
 
-// Whether tiles read pairs of bfloat16. Intel's processors multiply a pair in more time than two multiply-adds take.
+// Whether pairs of bfloat16 are read. Intel's processors multiply a pair in more time than two multiply-adds take.
 inline bool multiplies_pairs() {
 #if defined(__AVX512BF16__)
   return !__builtin_cpu_is("intel");
@@ -41,6 +45,12 @@ inline bool multiplies_pairs() {
   return kDotsPairs;
 #endif
 }
+
+#if defined(__AMX_BF16__)
+constexpr int64_t kSpan = kTileInputs;  // inputs after which the chains of a group are added up
+#else
+constexpr int64_t kSpan = INT64_MAX;
+#endif
 
 // Vectors of outputs beside so many rows.
 template <typename X>
@@ -182,43 +192,50 @@ __attribute__((noinline)) void tile(const Job<X, T>& job, int64_t row, int64_t c
   }
   const X* x = job.x + row * job.inputs;
   for (int64_t group = 0; group < groups; ++group) {
-    Vec sums[kRows][kVectors][kChains<X>] = {};
+    Vec sums[kRows][kVectors] = {};
     job.scales.fetch(of_groups, (group + kGroupsAhead) * kPanel);
-    for (int64_t first = group * job.group; first < std::min(job.inputs, (group + 1) * job.group); first += kTogether) {
-      const int64_t place = first * input_bytes(kNumber), ahead = kAhead + (place + kAhead < panel_bytes ? 0 : others);
-      Weights<kNumber> found[kVectors];
+    const int64_t end = std::min(job.inputs, (group + 1) * job.group);
+    for (int64_t span = group * job.group, next; span < end; span = next) {
+      next = end - span > kSpan ? span + kSpan : end;
+      Vec chains[kRows][kVectors][kChains<X>] = {};
+      for (int64_t first = span; first < next; first += kTogether) {
+        const int64_t place = first * input_bytes(kNumber), ahead = kAhead + (place + kAhead < panel_bytes ? 0 : others);
+        Weights<kNumber> found[kVectors];
 #pragma GCC unroll 8
-      for (int v = 0; v < kVectors; ++v) {
-        const int8_t* at = weights[v] + place;
-        if (v * kLanes % kPanel == 0)
-          for (int64_t line = 0; line < kTogether * input_bytes(kNumber); line += kLine) __builtin_prefetch(at + ahead + line);  // no fault past the end
-        found[v] = Weights<kNumber>(at);
-      }
-      const auto input_of = [&](int r, int i) { return x + r * job.inputs + first + i; };
-      if constexpr (kChains<X> == 1) {
+        for (int v = 0; v < kVectors; ++v) {
+          const int8_t* at = weights[v] + place;
+          if (v * kLanes % kPanel == 0)
+            for (int64_t line = 0; line < kTogether * input_bytes(kNumber); line += kLine) __builtin_prefetch(at + ahead + line);  // no fault past the end
+          found[v] = Weights<kNumber>(at);
+        }
+        const auto input_of = [&](int r, int i) { return x + r * job.inputs + first + i; };
+        if constexpr (kChains<X> == 1) {
 #pragma GCC unroll 8
-        for (int i = 0; i < kTogether; i += 2) {
+          for (int i = 0; i < kTogether; i += 2) {
 #pragma GCC unroll 8
-          for (int v = 0; v < kVectors; ++v) {
-            const IntVec pair = found[v].of_pair(i);
+            for (int v = 0; v < kVectors; ++v) {
+              const IntVec pair = found[v].of_pair(i);
 #pragma GCC unroll 8
-            for (int r = 0; r < kRows; ++r) sums[r][v][0] = add_product<X>(sums[r][v][0], splat_word(input_of(r, i)), pair);
+              for (int r = 0; r < kRows; ++r) chains[r][v][0] = add_product<X>(chains[r][v][0], splat_word(input_of(r, i)), pair);
+            }
+          }
+        } else {
+#pragma GCC unroll 8
+          for (int i = 0; i < kTogether; ++i) {
+            Vec inputs[kRows];
+#pragma GCC unroll 8
+            for (int r = 0; r < kRows; ++r) inputs[r] = splat(*input_of(r, i));
+#pragma GCC unroll 8
+            for (int v = 0; v < kVectors; ++v) {
+              const Vec weights_of = found[v].of_input(i);
+#pragma GCC unroll 8
+              for (int r = 0; r < kRows; ++r) chains[r][v][i % 2] = multiply_add(inputs[r], weights_of, chains[r][v][i % 2]);
+            }
           }
         }
-      } else {
-#pragma GCC unroll 8
-        for (int i = 0; i < kTogether; ++i) {
-          Vec inputs[kRows];
-#pragma GCC unroll 8
-          for (int r = 0; r < kRows; ++r) inputs[r] = splat(*input_of(r, i));
-#pragma GCC unroll 8
-          for (int v = 0; v < kVectors; ++v) {
-            const Vec weights_of = found[v].of_input(i);
-#pragma GCC unroll 8
-            for (int r = 0; r < kRows; ++r) sums[r][v][i % 2] = multiply_add(inputs[r], weights_of, sums[r][v][i % 2]);
-          }
-        }
       }
+      for (int r = 0; r < kRows; ++r)
+        for (int v = 0; v < kVectors; ++v) sums[r][v] += kChains<X> == 1 ? chains[r][v][0] : chains[r][v][0] + chains[r][v][kChains<X> - 1];
     }
     Vec scales[kVectors];
     job.scales.load(of_groups, group * kPanel, scales);
@@ -228,13 +245,10 @@ __attribute__((noinline)) void tile(const Job<X, T>& job, int64_t row, int64_t c
         const Vec zero = __builtin_convertvector(load_bytes(job.zeros + of_groups[v] + group * kPanel), Vec) * (-1.0f / unit(kNumber));
 #pragma GCC unroll 4
         for (int r = 0; r < kRows; ++r)
-          sums[r][v][0] = multiply_add(zero, splat(job.sums[(row + r) * groups + group]), sums[r][v][0]);
+          sums[r][v] = multiply_add(zero, splat(job.sums[(row + r) * groups + group]), sums[r][v]);
       }
 #pragma GCC unroll 4
-      for (int r = 0; r < kRows; ++r) {
-        const Vec found = kChains<X> == 1 ? sums[r][v][0] : sums[r][v][0] + sums[r][v][kChains<X> - 1];
-        totals[r][v] = multiply_add(found, scales[v] * unit(kNumber), totals[r][v]);
-      }
+      for (int r = 0; r < kRows; ++r) totals[r][v] = multiply_add(sums[r][v], scales[v] * unit(kNumber), totals[r][v]);
     }
   }
   const int64_t count = std::min<int64_t>(kVectors * kLanes, job.outputs - column);
@@ -265,8 +279,163 @@ inline X as_input(T x) {
     return widen(x);
 }
 
+// In their order.
+template <typename X>
+float sum_of(const X* first, const X* last) {
+  return std::accumulate(first, last, 0.0f, [](float sum, X input) { return sum + widen(input); });
+}
+
+#if defined(__AMX_BF16__)
+// Rows from which on tiles take less time than vectors. The sums are the same.
+constexpr int64_t kLeastRows = 6;
+constexpr int64_t kTileBlock = 256;  // rows that meet weights that were widened once
+constexpr int64_t kChunk = 8;        // tiles of inputs whose widened weights, of two panels, stay in the first cache
+constexpr int64_t kColumns = 2 * kPanel;
+
+// A layer over weights that are widened for tiles, panels by panels.
+template <Number kNumber>
+class TiledLinear {
+ public:
+  TiledLinear(const Job<float, BFloat16>& job, int64_t inputs) : job_(job), inputs_(inputs) {}
+
+  static bool suits(const Job<float, BFloat16>& job, int64_t rows) {
+    return rows >= kLeastRows && (job.groups() == 1 || job.group % kTileInputs == 0);
+  }
+
+  void run(const BFloat16* x, int64_t rows) {
+    const int64_t block = parts(rows, parts(rows, kTileBlock)), groups = job_.groups();
+    x_ = TileInputs(block, inputs_);
+    widened_.reset(new BFloat16[2 * kChunk * kTileElements]);
+    sums_.reset(new float[x_.tiles * x_.height * kColumns]);
+    totals_.reset(new float[block * kColumns]);
+    if (job_.zeros != nullptr) of_inputs_.reset(new float[block * groups]);
+    const Tiles shapes(x_.height);
+    for (int64_t row = 0; row < rows; row += block) {
+      const BFloat16* first = x + row * inputs_;
+      x_.gather(first, std::min(block, rows - row));
+      for (int64_t r = 0; job_.zeros != nullptr && r < x_.rows; ++r)
+        for (int64_t g = 0; g < groups; ++g) {
+          const int64_t begin = g * job_.group, end = std::min(inputs_, begin + job_.group);
+          of_inputs_[r * groups + g] = sum_of(first + r * inputs_ + begin, first + r * inputs_ + end);
+        }
+      for (int64_t column = 0; column < job_.outputs; column += kColumns) columns(column, job_.out + row * job_.outputs);
+    }
+  }
+
+ private:
+  // All rows of the block with two panels.
+  void columns(int64_t column, BFloat16* out) {
+    const int64_t there = std::min(kColumns, job_.outputs - column);
+    const int64_t panels[2] = {column / kPanel, (column + (there > kPanel ? kPanel : 0)) / kPanel};
+    float start[kColumns] = {};
+    for (int64_t i = 0; job_.bias != nullptr && i < there; ++i) start[i] = widen(job_.bias[column + i]);
+    for (int64_t r = 0; r < x_.rows; ++r) std::copy_n(start, kColumns, &totals_[r * kColumns]);
+    for (int64_t group = 0; group < job_.groups(); ++group) {
+      const int64_t first = group * job_.group, end = std::min(job_.inputs, first + job_.group);
+      for (int64_t begin = first; begin < end; begin += kChunk * kTileInputs) {
+        const int64_t last = std::min(end, begin + kChunk * kTileInputs);
+        for (int p = 0; p < 2; ++p) widen_panel(panels[p], begin, last, &widened_[p * kChunk * kTileElements]);
+        Tiles::written();
+        int64_t tile = 0;
+        for (; tile + 1 < x_.tiles; tile += 2) add<2>(tile, begin, last, begin == first);
+        if (tile < x_.tiles) add<1>(tile, begin, last, begin == first);
+      }
+      scale(panels, group);
+    }
+    for (int64_t r = 0; r < x_.rows; ++r) {
+      BFloat16 narrowed[kColumns];
+      for (int p = 0; p < 2; ++p) store(narrowed + p * kPanel, load(&totals_[r * kColumns + p * kPanel]));
+      std::copy_n(narrowed, there, out + r * job_.outputs + column);
+    }
+  }
+
+  // A panel's weights of the inputs [begin, last), as tiles.
+  void widen_panel(int64_t panel, int64_t begin, int64_t last, BFloat16* out) const {
+    const int8_t* from = job_.weight + (panel * job_.inputs + begin) * input_bytes(kNumber);
+    for (int64_t input = begin; input < last; input += kStep, from += kStep * input_bytes(kNumber)) {
+      const Weights<kNumber> found(from);
+      for (int i = 0; i < kStep; i += 2, out += 2 * kPanel) {
+        const IntVec pair = found.of_pair(i);
+        std::memcpy(out, &pair, sizeof pair);
+      }
+    }
+    const int64_t rest = (last - begin) % kTileInputs;
+    if (rest != 0) std::fill_n(out, (kTileInputs - rest) * kPanel, BFloat16{});
+  }
+
+  // Adds the inputs [begin, last) of one or two tiles to their sums.
+  template <int kTiles>
+  void add(int64_t tile, int64_t begin, int64_t last, bool first) {
+    constexpr int64_t kStride = 2 * kTileBytes;
+    float *upper = &sums_[tile * x_.height * kColumns], *lower = upper + x_.height * kColumns;
+    if (first) {
+      _tile_zero(0);
+      _tile_zero(1);
+      _tile_zero(2);
+      _tile_zero(3);
+    } else {
+      _tile_loadd(0, upper, kStride);
+      _tile_loadd(1, upper + kPanel, kStride);
+      if constexpr (kTiles == 2) {
+        _tile_loadd(2, lower, kStride);
+        _tile_loadd(3, lower + kPanel, kStride);
+      }
+    }
+    const int64_t steps = parts(last - begin, kTileInputs), step = begin / kTileInputs;
+    const BFloat16 *one = widened_.get(), *other = one + kChunk * kTileElements;
+    for (int64_t at = 0; at < steps; ++at, one += kTileElements, other += kTileElements) {
+      _tile_loadd(4, x_.at(tile, step + at), kTileBytes);
+      _tile_loadd(6, one, kTileBytes);
+      _tile_dpbf16ps(0, 4, 6);
+      _tile_loadd(7, other, kTileBytes);
+      _tile_dpbf16ps(1, 4, 7);
+      if constexpr (kTiles == 2) {
+        _tile_loadd(5, x_.at(tile + 1, step + at), kTileBytes);
+        _tile_dpbf16ps(2, 5, 6);
+        _tile_dpbf16ps(3, 5, 7);
+      }
+    }
+    _tile_stored(0, upper, kStride);
+    _tile_stored(1, upper + kPanel, kStride);
+    if constexpr (kTiles == 2) {
+      _tile_stored(2, lower, kStride);
+      _tile_stored(3, lower + kPanel, kStride);
+    }
+  }
+
+  // Takes the sums of a group into the totals, as `tile` does.
+  void scale(const int64_t (&panels)[2], int64_t group) {
+    const int64_t groups = job_.groups(), of_groups[2] = {panels[0] * groups * kPanel, panels[1] * groups * kPanel};
+    Vec scales[2];
+    job_.scales.load(of_groups, group * kPanel, scales);
+    for (int p = 0; p < 2; ++p) {
+      Vec zero{};
+      if (job_.zeros != nullptr)
+        zero = __builtin_convertvector(load_bytes(job_.zeros + of_groups[p] + group * kPanel), Vec) * (-1.0f / unit(kNumber));
+      for (int64_t r = 0; r < x_.rows; ++r) {
+        float* total = &totals_[r * kColumns + p * kPanel];
+        Vec sum = load(&sums_[r * kColumns + p * kPanel]);
+        if (job_.zeros != nullptr) sum = multiply_add(zero, splat(of_inputs_[r * groups + group]), sum);
+        store(total, multiply_add(sum, scales[p] * unit(kNumber), load(total)));
+      }
+    }
+  }
+
+  const Job<float, BFloat16> job_;
+  int64_t inputs_;
+  TileInputs x_;
+  std::unique_ptr<BFloat16[]> widened_;                    // [2, steps, 16, 16, 2]
+  std::unique_ptr<float[]> sums_, totals_, of_inputs_;  // [rows, 32] both, and [rows, groups]: sums of inputs
+};
+#endif
+
 template <Number kNumber, typename X, typename T>
 void quantized_linear(const T* x, Job<X, T> job, int64_t rows, int64_t inputs) {
+#if defined(__AMX_BF16__)
+  const NoSubnormals guard;
+  if constexpr (std::is_same_v<X, float> && std::is_same_v<T, BFloat16>)
+    if (TiledLinear<kNumber>::suits(job, rows)) return TiledLinear<kNumber>(job, inputs).run(x, rows);
+#endif
   const int64_t stride = job.inputs, groups = job.groups(), block = std::min(rows, kBlock);
   const std::unique_ptr<X[]> own(new X[block * stride]());
   const std::unique_ptr<float[]> sums(job.zeros == nullptr ? nullptr : new float[block * groups]);
@@ -278,8 +447,7 @@ void quantized_linear(const T* x, Job<X, T> job, int64_t rows, int64_t inputs) {
     for (int64_t r = 0; job.zeros != nullptr && r < count; ++r)
       for (int64_t g = 0; g < groups; ++g) {
         const X* first = &own[r * stride + g * job.group];
-        const auto add = [](float sum, X input) { return sum + widen(input); };
-        sums[r * groups + g] = std::accumulate(first, first + std::min(job.group, job.inputs - g * job.group), 0.0f, add);
+        sums[r * groups + g] = sum_of(first, first + std::min(job.group, job.inputs - g * job.group));
       }
     Job<X, T> part = job;
     part.x = own.get(), part.sums = sums.get(), part.out = job.out + begin * job.outputs;
@@ -313,7 +481,7 @@ extern "C" void penstock_quantized_linear(int dtype, int scale_dtype, int number
   };
   if (dtype == 0) return run(static_cast<float*>(out), float{});
   BFloat16* to = static_cast<BFloat16*>(out);
-  if constexpr (kDotsPairs)
+  if constexpr (kDotsPairs && !kHasTiles)
     if (multiplies_pairs()) return run(to, BFloat16{});
   run(to, float{});
 }

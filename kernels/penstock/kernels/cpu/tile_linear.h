@@ -15,81 +15,44 @@
 
 namespace penstock {
 
-// While it lives, vectors take numbers below the smallest normal one for 0, as tiles do.
-class NoSubnormals {
- public:
-  NoSubnormals() : before_(_mm_getcsr()) { _mm_setcsr(before_ | _MM_FLUSH_ZERO_ON | _MM_DENORMALS_ZERO_ON); }
-  ~NoSubnormals() { _mm_setcsr(before_); }
-  NoSubnormals(const NoSubnormals&) = delete;
-  NoSubnormals& operator=(const NoSubnormals&) = delete;
-
- private:
-  unsigned before_;
-};
-
 class TileLinear {
  public:
   TileLinear(const BFloat16* weight, const BFloat16* bias, int64_t outputs, int64_t inputs)
-      : weight_(weight), bias_(bias), outputs_(outputs), inputs_(inputs), words_((inputs + 1) / 2), steps_(parts(inputs, kInputs)) {}
+      : weight_(weight), bias_(bias), outputs_(outputs), inputs_(inputs), words_((inputs + 1) / 2), steps_(parts(inputs, kTileInputs)) {}
 
   void run(const BFloat16* x, BFloat16* out, int64_t rows) {
     if (rows == 0) return;
     if (rows == 1) return one_row(x, out);
-    // Blocks, and tiles in each, of about as many rows: an instruction takes as long as its tile has rows.
-    const int64_t block = parts(rows, parts(rows, kBlock));
-    tiles_ = parts(block, kTileRows), height_ = parts(block, tiles_);
-    x_.reset(new BFloat16[tiles_ * steps_ * height_ * kInputs]);
-    if (tiles_ > 2 && steps_ > kChunk) sums_.reset(new float[tiles_ * height_ * kColumns]);
-    const Tiles shapes(height_);
+    const int64_t block = parts(rows, parts(rows, kBlock));  // blocks of about as many rows
+    x_ = TileInputs(block, inputs_);
+    if (x_.tiles > 2 && steps_ > kChunk) sums_.reset(new float[x_.tiles * x_.height * kColumns]);
+    const Tiles shapes(x_.height);
     for (int64_t row = 0; row < rows; row += block) {
-      rows_ = std::min(block, rows - row);
-      gather(x + row * inputs_);
+      x_.gather(x + row * inputs_, std::min(block, rows - row));
       multiply(out + row * outputs_);
     }
   }
 
  private:
-  static constexpr int64_t kInputs = 32;   // of a tile
   static constexpr int64_t kPanel = 16;    // outputs
   static constexpr int64_t kColumns = 32;  // outputs of two panels, which many rows meet at a time
   static constexpr int64_t kBlock = 128;   // rows that meet all weights before the next rows
   static constexpr int64_t kChunk = 8;    // tiles of inputs that many rows meet at a time: those of two panels stay in the first cache
-  static constexpr int64_t kTileElements = kTileSize / static_cast<int64_t>(sizeof(BFloat16));
-
-  static int64_t parts(int64_t all, int64_t size) { return (all + size - 1) / size; }
-
-  // Inputs side by side as tiles read them, [tiles, steps, height, 32]; what is beyond them is 0.
-  void gather(const BFloat16* x) {
-    for (int64_t row = 0; row < tiles_ * height_; ++row, x += inputs_) {
-      BFloat16* to = inputs_at(row / height_, 0) + row % height_ * kInputs;
-      const int64_t there = row < rows_ ? inputs_ : 0;
-      int64_t from = 0;
-      for (; from + kInputs <= there; from += kInputs, to += height_ * kInputs) std::memcpy(to, x + from, kTileBytes);
-      for (; from < inputs_; from += kInputs, to += height_ * kInputs) {
-        const int64_t count = std::max<int64_t>(0, there - from);
-        std::copy_n(x + from, count, to);
-        std::fill(to + count, to + kInputs, BFloat16{});
-      }
-    }
-    Tiles::written();
-  }
-
-  BFloat16* inputs_at(int64_t tile, int64_t step) const { return x_.get() + (tile * steps_ + step) * height_ * kInputs; }
 
   void multiply(BFloat16* out) {
-    if (tiles_ == 1) {
+    if (x_.tiles == 1) {
       for (int64_t column = 0; column < outputs_; column += 4 * kPanel) four_panels(column, out);
       return;
     }
-    const int64_t chunk = tiles_ > 2 ? parts(steps_, parts(steps_, kChunk)) : steps_;  // two tiles of rows read each weight once
+    const int64_t chunk = x_.tiles > 2 ? parts(steps_, parts(steps_, kChunk)) : steps_;  // two tiles of rows read each weight once
     alignas(64) float start[kColumns];
     for (int64_t column = 0; column < outputs_; column += kColumns) {
       begin(column, kColumns, start);
       for (int64_t step = 0; step < steps_; step += chunk) {
         const int64_t last = std::min(step + chunk, steps_);
         int64_t tile = 0;
-        for (; tile + 1 < tiles_; tile += 2) two_panels<2>(start, tile, column, step, last, out);
-        if (tile < tiles_) two_panels<1>(start, tile, column, step, last, out);
+        for (; tile + 1 < x_.tiles; tile += 2) two_panels<2>(start, tile, column, step, last, out);
+        if (tile < x_.tiles) two_panels<1>(start, tile, column, step, last, out);
       }
     }
   }
@@ -98,7 +61,7 @@ class TileLinear {
   const BFloat16* weights_at(int64_t column, int64_t step, BFloat16* rest) const {
     column = std::min(column, (outputs_ - 1) / kPanel * kPanel);  // of a panel that is not there, any: its sums are dropped
     const BFloat16* at = weight_ + column / kPanel * words_ * 2 * kPanel + step * kTileElements;
-    const int64_t there = (words_ - step * kInputs / 2) * 2 * kPanel;
+    const int64_t there = (words_ - step * kTileInputs / 2) * 2 * kPanel;
     if (there >= kTileElements) return at;
     std::memcpy(rest, at, there * sizeof(BFloat16));
     std::fill(rest + there, rest + kTileElements, BFloat16{});
@@ -114,8 +77,8 @@ class TileLinear {
 
   // Of the sums of a tile's rows, [height, panels, 16], the rows and outputs that there are.
   void end(const float* sums, int64_t tile, int64_t column, int64_t panels, BFloat16* out) const {
-    const int64_t first = tile * height_;
-    for (int64_t row = first; row < std::min(first + height_, rows_); ++row)
+    const int64_t first = tile * x_.height;
+    for (int64_t row = first; row < std::min(first + x_.height, x_.rows); ++row)
       for (int64_t panel = 0; panel < panels; ++panel, sums += kPanel) narrow_panel(load(sums), out + row * outputs_, column + panel * kPanel);
   }
 
@@ -134,8 +97,8 @@ class TileLinear {
     alignas(64) BFloat16 rest[2][kTileElements];
     constexpr int64_t kStride = 2 * kTileBytes;
     const bool ends = last == steps_;
-    float* kept = sums_ == nullptr ? ended : sums_.get() + tile * height_ * kColumns;
-    const float *upper = first == 0 ? start : kept, *lower = first == 0 ? start : kept + height_ * kColumns;
+    float* kept = sums_ == nullptr ? ended : sums_.get() + tile * x_.height * kColumns;
+    const float *upper = first == 0 ? start : kept, *lower = first == 0 ? start : kept + x_.height * kColumns;
     const int64_t stride = first == 0 ? 0 : kStride;
     _tile_loadd(0, upper, stride);
     _tile_loadd(1, upper + kPanel, stride);
@@ -143,7 +106,7 @@ class TileLinear {
       _tile_loadd(2, lower, stride);
       _tile_loadd(3, lower + kPanel, stride);
     }
-    const BFloat16 *x = inputs_at(tile, first), *y = inputs_at(tile + 1, first);
+    const BFloat16 *x = x_.at(tile, first), *y = x_.at(tile + 1, first);
     const auto add = [&](const BFloat16* one, const BFloat16* other) __attribute__((always_inline)) {
       _tile_loadd(4, x, kTileBytes);
       _tile_loadd(6, one, kTileBytes);
@@ -155,21 +118,21 @@ class TileLinear {
         _tile_dpbf16ps(2, 5, 6);
         _tile_dpbf16ps(3, 5, 7);
       }
-      x += height_ * kInputs, y += height_ * kInputs;
+      x += x_.height * kTileInputs, y += x_.height * kTileInputs;
     };
     const BFloat16 *one = weights_at(column, first, rest[0]), *other = weights_at(column + kPanel, first, rest[1]);
     for (int64_t step = first; step < last; ++step, one += kTileElements, other += kTileElements) {
-      if (step == words_ / (kInputs / 2)) one = weights_at(column, step, rest[0]), other = weights_at(column + kPanel, step, rest[1]);
+      if (step == words_ / (kTileInputs / 2)) one = weights_at(column, step, rest[0]), other = weights_at(column + kPanel, step, rest[1]);
       add(one, other);
     }
     float* to = ends ? ended : kept;
     _tile_stored(0, to, kStride);
     _tile_stored(1, to + kPanel, kStride);
     if constexpr (kTiles == 2) {
-      _tile_stored(2, to + height_ * kColumns, kStride);
-      _tile_stored(3, to + height_ * kColumns + kPanel, kStride);
+      _tile_stored(2, to + x_.height * kColumns, kStride);
+      _tile_stored(3, to + x_.height * kColumns + kPanel, kStride);
     }
-    for (int at = 0; at < kTiles && ends; ++at) end(ended + at * height_ * kColumns, tile + at, column, 2, out);
+    for (int at = 0; at < kTiles && ends; ++at) end(ended + at * x_.height * kColumns, tile + at, column, 2, out);
   }
 
   // The only tile of rows with four panels, and all inputs.
@@ -182,13 +145,13 @@ class TileLinear {
     _tile_loadd(1, start + kPanel, 0);
     _tile_loadd(2, start + 2 * kPanel, 0);
     _tile_loadd(3, start + 3 * kPanel, 0);
-    const BFloat16 *x = inputs_at(0, 0), *weights[4];
+    const BFloat16 *x = x_.at(0, 0), *weights[4];
     const auto find = [&](int64_t step) {
       for (int64_t panel = 0; panel < 4; ++panel) weights[panel] = weights_at(column + panel * kPanel, step, rest[panel]);
     };
     find(0);
-    for (int64_t step = 0; step < steps_; ++step, x += height_ * kInputs) {
-      if (step == words_ / (kInputs / 2)) find(step);
+    for (int64_t step = 0; step < steps_; ++step, x += x_.height * kTileInputs) {
+      if (step == words_ / (kTileInputs / 2)) find(step);
       _tile_loadd(4, x, kTileBytes);
       _tile_loadd(6, weights[0], kTileBytes);
       _tile_dpbf16ps(0, 4, 6);
@@ -224,9 +187,9 @@ class TileLinear {
     Vec sums[kVectors];
     for (int v = 0; v < kVectors; ++v) sums[v] = load(start + v * kPanel);
     const BFloat16* weight = weight_ + panel * words_ * 2 * kPanel;
-    for (int64_t word = 0; word < words_; word += kInputs / 2) {
+    for (int64_t word = 0; word < words_; word += kTileInputs / 2) {
       Vec first[kVectors] = {}, second[kVectors] = {};
-      for (int64_t at = word; at < std::min(word + kInputs / 2, words_); ++at) {
+      for (int64_t at = word; at < std::min(word + kTileInputs / 2, words_); ++at) {
         const Vec one = splat(widen(x[2 * at])), other = splat(2 * at + 1 < inputs_ ? widen(x[2 * at + 1]) : 0.0f);
 #pragma GCC unroll 8
         for (int v = 0; v < kVectors; ++v) {
@@ -246,8 +209,7 @@ class TileLinear {
   int64_t outputs_, inputs_;
   int64_t words_;   // of two inputs
   int64_t steps_;   // tiles of inputs
-  int64_t tiles_ = 0, height_ = 0, rows_ = 0;  // of a block: tiles of rows, rows of each, and how many of them all there are
-  std::unique_ptr<BFloat16[]> x_;
+  TileInputs x_;
   std::unique_ptr<float[]> sums_;  // [tiles, height, 32]: of two panels, from chunk to chunk of inputs
 };
 

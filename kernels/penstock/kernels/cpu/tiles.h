@@ -6,7 +6,12 @@
 #if defined(__AMX_BF16__)
 #include <immintrin.h>
 
+#include <algorithm>
 #include <cstdint>
+#include <cstring>
+#include <memory>
+
+#include "vector.h"
 
 namespace penstock {
 
@@ -34,6 +39,55 @@ class Tiles {
   Tiles& operator=(const Tiles&) = delete;
 
   static void written() { asm volatile("" ::: "memory"); }
+};
+
+// While it lives, vectors take numbers below the smallest normal one for 0, as tiles do.
+class NoSubnormals {
+ public:
+  NoSubnormals() : before_(_mm_getcsr()) { _mm_setcsr(before_ | _MM_FLUSH_ZERO_ON | _MM_DENORMALS_ZERO_ON); }
+  ~NoSubnormals() { _mm_setcsr(before_); }
+  NoSubnormals(const NoSubnormals&) = delete;
+  NoSubnormals& operator=(const NoSubnormals&) = delete;
+
+ private:
+  unsigned before_;
+};
+
+constexpr int64_t kTileInputs = 32;  // of bfloat16, in a row of a tile
+constexpr int64_t kTileElements = kTileRows * kTileInputs;
+
+inline int64_t parts(int64_t all, int64_t size) { return (all + size - 1) / size; }
+
+// Rows of a linear layer's inputs side by side as tiles read them, [tiles, steps, height, 32]; what is beyond them is 0.
+struct TileInputs {
+  int64_t inputs = 0, steps = 0;                // of a row; tiles side by side
+  int64_t tiles = 0, height = 0, rows = 0;      // tiles of rows, rows of each, and how many of them all there are
+  std::unique_ptr<BFloat16[]> all;
+
+  TileInputs() = default;
+  // Tiles of about as many rows: an instruction takes as long as its tile has rows.
+  TileInputs(int64_t most, int64_t inputs)
+      : inputs(inputs), steps(parts(inputs, kTileInputs)), tiles(parts(most, kTileRows)), height(parts(most, tiles)),
+        all(new BFloat16[tiles * steps * height * kTileInputs]) {}
+
+  BFloat16* at(int64_t tile, int64_t step) const { return all.get() + (tile * steps + step) * height * kTileInputs; }
+
+  // Takes in `count` rows.
+  void gather(const BFloat16* x, int64_t count) {
+    rows = count;
+    for (int64_t row = 0; row < tiles * height; ++row, x += inputs) {
+      BFloat16* to = at(row / height, 0) + row % height * kTileInputs;
+      const int64_t there = row < rows ? inputs : 0;
+      int64_t from = 0;
+      for (; from + kTileInputs <= there; from += kTileInputs, to += height * kTileInputs) std::memcpy(to, x + from, kTileBytes);
+      for (; from < inputs; from += kTileInputs, to += height * kTileInputs) {
+        const int64_t rest = std::max<int64_t>(0, there - from);
+        std::copy_n(x + from, rest, to);
+        std::fill(to + rest, to + kTileInputs, BFloat16{});
+      }
+    }
+    Tiles::written();
+  }
 };
 
 }  // namespace penstock
