@@ -9,7 +9,7 @@ several times over; each figure is the best.
 
 import argparse
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -29,9 +29,8 @@ TURNS, QUICK_TURNS = 5, 2
 WEIGHT_BYTES = 10**8
 
 
-def forms(inputs: int, outputs: int) -> dict[str, Callable[[torch.Tensor], None]]:
-    """By name, what multiplies all weights of a shape by the same rows."""
-    count = max(1, WEIGHT_BYTES // (2 * inputs * outputs))
+def forms(inputs: int, outputs: int, count: int) -> dict[str, Callable[[torch.Tensor], None]]:
+    """By name, what multiplies so many weights of a shape by the same rows."""
     plain = [(torch.randn(outputs, inputs) / inputs**0.5).bfloat16() for _ in range(count)]
     packed = [pack_weight(weight) for weight in plain]
     found: dict[str, Callable[[torch.Tensor], None]] = {}
@@ -52,31 +51,30 @@ def forms(inputs: int, outputs: int) -> dict[str, Callable[[torch.Tensor], None]
     return found | {"torch": torchs}
 
 
-def measure(inputs: int, outputs: int, rows: int, turns: int) -> list[dict[str, Any]]:
-    """A row for each form."""
-    x = torch.randn(rows, inputs).bfloat16()
-    sides = forms(inputs, outputs)
-    count = max(1, WEIGHT_BYTES // (2 * inputs * outputs))
-    best = dict.fromkeys(sides, float("inf"))
-    for turn in range(1 + turns):
-        for name, side in sides.items():
-            began = time.perf_counter()
-            side(x)
-            if turn:  # the first one warms up
-                best[name] = min(best[name], (time.perf_counter() - began) / count)
-    work, size = 2 * rows * inputs * outputs, 2 * inputs * outputs
-    return [
-        {
-            "inputs": inputs,
-            "outputs": outputs,
-            "rows": rows,
-            "form": name,
-            "us": round(1e6 * seconds, 1),
-            "gflop_s": round(work / seconds / 1e9, 1),
-            "gb_s": round(size / seconds / 1e9, 1),
-        }
-        for name, seconds in best.items()
-    ]
+def measure(inputs: int, outputs: int, numbers: Sequence[int], turns: int) -> Iterator[dict[str, Any]]:
+    """A row for each number of rows and form."""
+    size = 2 * inputs * outputs
+    count = max(1, WEIGHT_BYTES // size)
+    sides = forms(inputs, outputs, count)
+    for rows in numbers:
+        x = torch.randn(rows, inputs).bfloat16()
+        best = dict.fromkeys(sides, float("inf"))
+        for turn in range(1 + turns):
+            for name, side in sides.items():
+                began = time.perf_counter()
+                side(x)
+                if turn:  # the first one warms up
+                    best[name] = min(best[name], (time.perf_counter() - began) / count)
+        for name, seconds in best.items():
+            yield {
+                "inputs": inputs,
+                "outputs": outputs,
+                "rows": rows,
+                "form": name,
+                "us": round(1e6 * seconds, 1),
+                "gflop_s": round(rows * size / seconds / 1e9, 1),
+                "gb_s": round(size / seconds / 1e9, 1),
+            }
 
 
 def main() -> None:
@@ -88,9 +86,8 @@ def main() -> None:
     console, results = Console(), list[dict[str, Any]]()
     with console.status("linear layers") as status:
         for inputs, outputs in QUICK_SHAPES if quick else SHAPES:
-            for rows in QUICK_ROWS if quick else ROWS:
-                status.update(f"{inputs} × {outputs}, {rows} rows")
-                results += measure(inputs, outputs, rows, QUICK_TURNS if quick else TURNS)
+            status.update(f"{inputs} × {outputs}")
+            results += measure(inputs, outputs, QUICK_ROWS if quick else ROWS, QUICK_TURNS if quick else TURNS)
     table = Table(*results[0], title="a linear layer in bfloat16, one thread")
     for row in results:
         table.add_row(*map(str, row.values()))

@@ -237,15 +237,10 @@ bool suit_tiles(const Weight& weight, int64_t rows) {
   return rows >= kLeastRows && (weight.groups() == 1 || weight.group_quads() % kTileQuads == 0);
 }
 
-// A panel's tile of weights. A last one that is not whole is copied: what follows it may not be there.
+// A panel's tile of weights.
 const int8_t* weights_at(const Weight& weight, int64_t panel, int64_t quad, int8_t* rest) {
-  const int64_t quads = weight.quads(), there = (quads - quad) * kQuad;
-  const int8_t* at = weight.values + (panel * quads + quad) * kQuad;
-  if (there >= kTileSize) return at;
-  std::memcpy(rest, at, there);
-  std::fill(rest + there, rest + kTileSize, 0);
-  Tiles::written();
-  return rest;
+  const int64_t quads = weight.quads();
+  return whole_tile(weight.values + (panel * quads + quad) * kQuad, (quads - quad) * kQuad, rest);
 }
 
 // The sums of one or two tiles of `height` rows from `row` on, with two panels (the second may be the first again), of the quads
@@ -255,32 +250,10 @@ void tile_sums(const Weight& weight, const Rows& rows, int64_t row, int64_t heig
                int32_t* out) {
   alignas(64) int8_t rest[2][kTileSize];
   const Step *x = rows.steps.get() + row * rows.stride + first * kTogether, *y = x + height * rows.stride;
-  _tile_zero(0);
-  _tile_zero(1);
-  if constexpr (kTiles == 2) {
-    _tile_zero(2);
-    _tile_zero(3);
-  }
-  for (int64_t quad = first; quad < last; quad += kTileQuads, x += kTileBytes, y += kTileBytes) {
-    const int8_t *one = weights_at(weight, panels[0], quad, rest[0]), *other = weights_at(weight, panels[1], quad, rest[1]);
-    _tile_loadd(4, x, rows.stride);
-    _tile_loadd(6, one, kTileBytes);
-    _tile_dpbusd(0, 4, 6);
-    _tile_loadd(7, other, kTileBytes);
-    _tile_dpbusd(1, 4, 7);
-    if constexpr (kTiles == 2) {
-      _tile_loadd(5, y, rows.stride);
-      _tile_dpbusd(2, 5, 6);
-      _tile_dpbusd(3, 5, 7);
-    }
-  }
-  constexpr int64_t kStride = 2 * kTileBytes;
-  _tile_stored(0, out, kStride);
-  _tile_stored(1, out + kPanel, kStride);
-  if constexpr (kTiles == 2) {
-    _tile_stored(2, out + height * kColumns, kStride);
-    _tile_stored(3, out + height * kColumns + kPanel, kStride);
-  }
+  zero_sums();
+  for (int64_t quad = first; quad < last; quad += kTileQuads, x += kTileBytes, y += kTileBytes)
+    add_tiles<kTiles, true>(x, y, rows.stride, weights_at(weight, panels[0], quad, rest[0]), weights_at(weight, panels[1], quad, rest[1]));
+  store_sums<kTiles>(out, out + height * kColumns);
 }
 
 // `count` rows, in one or two tiles of `height` rows from `row` on, with two panels.

@@ -366,41 +366,16 @@ class TiledLinear {
   // Adds the inputs [begin, last) of one or two tiles to their sums.
   template <int kTiles>
   void add(int64_t tile, int64_t begin, int64_t last, bool first) {
-    constexpr int64_t kStride = 2 * kTileBytes;
     float *upper = &sums_[tile * x_.height * kColumns], *lower = upper + x_.height * kColumns;
-    if (first) {
-      _tile_zero(0);
-      _tile_zero(1);
-      _tile_zero(2);
-      _tile_zero(3);
-    } else {
-      _tile_loadd(0, upper, kStride);
-      _tile_loadd(1, upper + kPanel, kStride);
-      if constexpr (kTiles == 2) {
-        _tile_loadd(2, lower, kStride);
-        _tile_loadd(3, lower + kPanel, kStride);
-      }
-    }
+    if (first)
+      zero_sums();
+    else
+      load_sums<kTiles>(upper, lower);
     const int64_t steps = parts(last - begin, kTileInputs), step = begin / kTileInputs;
     const BFloat16 *one = widened_.get(), *other = one + kChunk * kTileElements;
-    for (int64_t at = 0; at < steps; ++at, one += kTileElements, other += kTileElements) {
-      _tile_loadd(4, x_.at(tile, step + at), kTileBytes);
-      _tile_loadd(6, one, kTileBytes);
-      _tile_dpbf16ps(0, 4, 6);
-      _tile_loadd(7, other, kTileBytes);
-      _tile_dpbf16ps(1, 4, 7);
-      if constexpr (kTiles == 2) {
-        _tile_loadd(5, x_.at(tile + 1, step + at), kTileBytes);
-        _tile_dpbf16ps(2, 5, 6);
-        _tile_dpbf16ps(3, 5, 7);
-      }
-    }
-    _tile_stored(0, upper, kStride);
-    _tile_stored(1, upper + kPanel, kStride);
-    if constexpr (kTiles == 2) {
-      _tile_stored(2, lower, kStride);
-      _tile_stored(3, lower + kPanel, kStride);
-    }
+    for (int64_t at = 0; at < steps; ++at, one += kTileElements, other += kTileElements)
+      add_tiles<kTiles, false>(x_.at(tile, step + at), x_.at(tile + 1, step + at), kTileBytes, one, other);
+    store_sums<kTiles>(upper, lower);
   }
 
   // Takes the sums of a group into the totals, as `tile` does.
@@ -424,7 +399,7 @@ class TiledLinear {
   const Job<float, BFloat16> job_;
   int64_t inputs_;
   TileInputs x_;
-  std::unique_ptr<BFloat16[]> widened_;                    // [2, steps, 16, 16, 2]
+  std::unique_ptr<BFloat16[]> widened_;                 // [2, steps, 16, 16, 2]
   std::unique_ptr<float[]> sums_, totals_, of_inputs_;  // [rows, 32] both, and [rows, groups]: sums of inputs
 };
 #endif

@@ -37,7 +37,7 @@ class TileLinear {
   static constexpr int64_t kPanel = 16;    // outputs
   static constexpr int64_t kColumns = 32;  // outputs of two panels, which many rows meet at a time
   static constexpr int64_t kBlock = 128;   // rows that meet all weights before the next rows
-  static constexpr int64_t kChunk = 8;    // tiles of inputs that many rows meet at a time: those of two panels stay in the first cache
+  static constexpr int64_t kChunk = 8;     // tiles of inputs that many rows meet at a time: those of two panels stay in the first cache
 
   void multiply(BFloat16* out) {
     if (x_.tiles == 1) {
@@ -57,16 +57,11 @@ class TileLinear {
     }
   }
 
-  // A panel's tile of weights. A last one that is not whole is copied: what follows it is another panel's.
+  // A panel's tile of weights.
   const BFloat16* weights_at(int64_t column, int64_t step, BFloat16* rest) const {
     column = std::min(column, (outputs_ - 1) / kPanel * kPanel);  // of a panel that is not there, any: its sums are dropped
-    const BFloat16* at = weight_ + column / kPanel * words_ * 2 * kPanel + step * kTileElements;
-    const int64_t there = (words_ - step * kTileInputs / 2) * 2 * kPanel;
-    if (there >= kTileElements) return at;
-    std::memcpy(rest, at, there * sizeof(BFloat16));
-    std::fill(rest + there, rest + kTileElements, BFloat16{});
-    Tiles::written();
-    return rest;
+    const int64_t begin = step * kTileElements, end = words_ * 2 * kPanel;
+    return whole_tile(weight_ + column / kPanel * end + begin, (end - begin) * static_cast<int64_t>(sizeof(BFloat16)), rest);
   }
 
   // What the sums of so many outputs begin with, the same for all rows.
@@ -95,44 +90,22 @@ class TileLinear {
   void two_panels(const float* start, int64_t tile, int64_t column, int64_t first, int64_t last, BFloat16* out) {
     alignas(64) float ended[kTiles * kTileRows * kColumns];
     alignas(64) BFloat16 rest[2][kTileElements];
-    constexpr int64_t kStride = 2 * kTileBytes;
     const bool ends = last == steps_;
-    float* kept = sums_ == nullptr ? ended : sums_.get() + tile * x_.height * kColumns;
-    const float *upper = first == 0 ? start : kept, *lower = first == 0 ? start : kept + x_.height * kColumns;
-    const int64_t stride = first == 0 ? 0 : kStride;
-    _tile_loadd(0, upper, stride);
-    _tile_loadd(1, upper + kPanel, stride);
-    if constexpr (kTiles == 2) {
-      _tile_loadd(2, lower, stride);
-      _tile_loadd(3, lower + kPanel, stride);
-    }
+    const int64_t below = x_.height * kColumns, apart = x_.height * kTileInputs;
+    float* kept = sums_ == nullptr ? ended : sums_.get() + tile * below;
+    if (first == 0)
+      load_sums<kTiles>(start, start, 0);
+    else
+      load_sums<kTiles>(kept, kept + below);
     const BFloat16 *x = x_.at(tile, first), *y = x_.at(tile + 1, first);
-    const auto add = [&](const BFloat16* one, const BFloat16* other) __attribute__((always_inline)) {
-      _tile_loadd(4, x, kTileBytes);
-      _tile_loadd(6, one, kTileBytes);
-      _tile_dpbf16ps(0, 4, 6);
-      _tile_loadd(7, other, kTileBytes);
-      _tile_dpbf16ps(1, 4, 7);
-      if constexpr (kTiles == 2) {
-        _tile_loadd(5, y, kTileBytes);
-        _tile_dpbf16ps(2, 5, 6);
-        _tile_dpbf16ps(3, 5, 7);
-      }
-      x += x_.height * kTileInputs, y += x_.height * kTileInputs;
-    };
     const BFloat16 *one = weights_at(column, first, rest[0]), *other = weights_at(column + kPanel, first, rest[1]);
-    for (int64_t step = first; step < last; ++step, one += kTileElements, other += kTileElements) {
+    for (int64_t step = first; step < last; ++step, x += apart, y += apart, one += kTileElements, other += kTileElements) {
       if (step == words_ / (kTileInputs / 2)) one = weights_at(column, step, rest[0]), other = weights_at(column + kPanel, step, rest[1]);
-      add(one, other);
+      add_tiles<kTiles, false>(x, y, kTileBytes, one, other);
     }
     float* to = ends ? ended : kept;
-    _tile_stored(0, to, kStride);
-    _tile_stored(1, to + kPanel, kStride);
-    if constexpr (kTiles == 2) {
-      _tile_stored(2, to + x_.height * kColumns, kStride);
-      _tile_stored(3, to + x_.height * kColumns + kPanel, kStride);
-    }
-    for (int at = 0; at < kTiles && ends; ++at) end(ended + at * x_.height * kColumns, tile + at, column, 2, out);
+    store_sums<kTiles>(to, to + below);
+    for (int at = 0; at < kTiles && ends; ++at) end(ended + at * below, tile + at, column, 2, out);
   }
 
   // The only tile of rows with four panels, and all inputs.

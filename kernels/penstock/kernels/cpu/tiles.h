@@ -41,6 +41,72 @@ class Tiles {
   static void written() { asm volatile("" ::: "memory"); }
 };
 
+// A tile of weights at `at`, of which so many bytes are there. One that is not whole is copied: what follows it is not its own.
+template <typename T>
+const T* whole_tile(const T* at, int64_t bytes, T* rest) {
+  if (bytes >= kTileSize) return at;
+  std::memcpy(rest, at, bytes);
+  std::memset(reinterpret_cast<char*>(rest) + bytes, 0, kTileSize - bytes);
+  Tiles::written();
+  return rest;
+}
+
+// Sums of one or two tiles of inputs with two tiles of weights side by side, of 16 numbers of four bytes a row. `lower`: of the second
+// tile of inputs.
+constexpr int64_t kPairStride = 2 * kTileBytes;
+
+template <int kTiles, typename T>
+inline void load_sums(const T* upper, const T* lower, int64_t stride = kPairStride) {
+  _tile_loadd(0, upper, stride);
+  _tile_loadd(1, upper + kTileRows, stride);
+  if constexpr (kTiles == 2) {
+    _tile_loadd(2, lower, stride);
+    _tile_loadd(3, lower + kTileRows, stride);
+  }
+}
+
+inline void zero_sums() {
+  _tile_zero(0);
+  _tile_zero(1);
+  _tile_zero(2);
+  _tile_zero(3);
+}
+
+template <int kTiles, typename T>
+inline void store_sums(T* upper, T* lower) {
+  _tile_stored(0, upper, kPairStride);
+  _tile_stored(1, upper + kTileRows, kPairStride);
+  if constexpr (kTiles == 2) {
+    _tile_stored(2, lower, kPairStride);
+    _tile_stored(3, lower + kTileRows, kPairStride);
+  }
+}
+
+// Adds products of the inputs at `x` and, of the second tile, at `y`, whose rows lie `stride` bytes apart, with the weights at `one` and
+// `other`: whole numbers of eight bits, or bfloat16.
+template <int kTiles, bool kIntegers>
+inline void add_tiles(const void* x, const void* y, int64_t stride, const void* one, const void* other) {
+  _tile_loadd(4, x, stride);
+  _tile_loadd(6, one, kTileBytes);
+  _tile_loadd(7, other, kTileBytes);
+  if constexpr (kTiles == 2) _tile_loadd(5, y, stride);
+  if constexpr (kIntegers) {
+    _tile_dpbusd(0, 4, 6);
+    _tile_dpbusd(1, 4, 7);
+    if constexpr (kTiles == 2) {
+      _tile_dpbusd(2, 5, 6);
+      _tile_dpbusd(3, 5, 7);
+    }
+  } else {
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_dpbf16ps(1, 4, 7);
+    if constexpr (kTiles == 2) {
+      _tile_dpbf16ps(2, 5, 6);
+      _tile_dpbf16ps(3, 5, 7);
+    }
+  }
+}
+
 // While it lives, vectors take numbers below the smallest normal one for 0, as tiles do.
 class NoSubnormals {
  public:
