@@ -45,10 +45,7 @@ class FrameReader:
 
     def read(self) -> list[bytes]:
         """Takes in what is there; the messages that are complete."""
-        try:
-            data = self._stream.recv(_READ_BYTES)
-        except (ConnectionResetError, TimeoutError):  # of a machine that is gone the kernel gives up
-            data = b""
+        data = _received(self._stream, _READ_BYTES)
         self.ended = not data
         self._data += data
         found = list[bytes]()
@@ -59,6 +56,55 @@ class FrameReader:
             found.append(bytes(self._data[LENGTH_BYTES:end]))
             del self._data[:end]
         return found
+
+
+class FirstFrame:
+    """The first message of a connection that does not block, and no byte beyond: what follows is for whom the message names.
+
+    Args:
+        stream: Read where there is something to read.
+        largest: Bytes of the message at most; `read` raises `ValueError` where it has more.
+    """
+
+    def __init__(self, stream: socket.socket, largest: int) -> None:
+        self._stream, self._data, self._most = stream, bytearray(), largest
+        self.ended = False
+        """The other end is closed."""
+
+    def read(self) -> bytes | None:
+        """Takes in what is there; the message, once it is complete."""
+        while (missing := self._missing()) and not self.ended:
+            try:
+                data = _received(self._stream, min(missing, _READ_BYTES))
+            except BlockingIOError:
+                return None
+            self.ended = not data
+            self._data += data
+        return None if missing else bytes(self._data[LENGTH_BYTES:])
+
+    def _missing(self) -> int:
+        """Bytes until the length is known, and then until the message is complete."""
+        if len(self._data) < LENGTH_BYTES:
+            return LENGTH_BYTES - len(self._data)
+        return LENGTH_BYTES + _checked(int.from_bytes(self._data[:LENGTH_BYTES], "little"), self._most) - len(self._data)
+
+
+def peer(stream: socket.socket) -> str:
+    """The address of the other end, for messages."""
+    try:
+        return str(stream.getpeername()[0])
+    except OSError:  # it is gone already
+        return "somewhere"
+
+
+def _received(stream: socket.socket, most: int) -> bytes:
+    """What is there; nothing where the other end is closed or gone. Raises `BlockingIOError` where there is nothing yet."""
+    try:
+        return stream.recv(most)
+    except BlockingIOError:
+        raise
+    except OSError:  # of a machine that is gone the kernel gives up, with the errors of the way to it
+        return b""
 
 
 def _checked(size: int, largest: int) -> int:

@@ -4,7 +4,7 @@ import socket
 from contextlib import suppress
 
 from penstock.engine.parallel import node_words
-from penstock.engine.parallel.frames import FrameReader, send_frame
+from penstock.engine.parallel.frames import FrameReader, peer, send_frame
 from penstock.engine.parallel.layout import Layout
 from penstock.engine.parallel.node_words import BesideOrder, Close, Ended, Marks, Order, Report, ShowStack
 from penstock.engine.parallel.shared_memory import RankProgress
@@ -21,7 +21,7 @@ class RemoteNode:
 
     def __init__(self, layout: Layout, node: int, link: socket.socket) -> None:
         self._ranks, self._node, self._link = layout.on_node(node), node, link
-        self._host = link.getpeername()[0]
+        self._host = peer(link)
         self._reader = FrameReader(link)
         self._progress = [RankProgress(0, 0, 0.0)] * len(self._ranks)
 

@@ -16,18 +16,19 @@ from typing import Final, NamedTuple, Protocol
 
 from penstock.engine.config import ConfigError, ParallelConfig
 from penstock.engine.parallel import node_words
+from penstock.engine.parallel.callers import Callers
 from penstock.engine.parallel.errors import GroupFailed
 from penstock.engine.parallel.fingerprint import Fingerprint, difference
-from penstock.engine.parallel.frames import FrameReader, receive_frame, send_frame
+from penstock.engine.parallel.frames import peer, receive_frame, send_frame
 from penstock.engine.parallel.layout import Wire
 from penstock.engine.parallel.meeting import Meeting
-from penstock.engine.parallel.node_words import MAX_GREETING, NodeHello, TurnedAway, Welcome, WireHello
+from penstock.engine.parallel.node_words import MAX_GREETING, Greeting, NodeHello, TurnedAway, Welcome, WireHello
 
 JOIN_S: Final = 600.0
 """Seconds that nodes may take to come: images are pulled and pods are scheduled meanwhile."""
 _RETRY_S: Final = 0.5
-_GREETING_S: Final = 10.0
-"""Seconds in which a connection must say what it is."""
+_REACH_S: Final = 10.0
+"""Seconds in which node 0 must take a connection."""
 _BACKLOG: Final = 256
 
 log = logging.getLogger(__name__)
@@ -75,9 +76,6 @@ class Master:
         self._nodes = dict[int, _Come]()
         """By the first number that each has brought."""
         self._host = _resolved(self._meeting, time.monotonic() + patience)
-        self._new = dict[int, tuple[socket.socket, FrameReader, float]]()
-        """Connections that have not said what they are: by file descriptor, each with the time when that is too late."""
-        self._poll = select.poll()
         family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
         self.listener = socket.socket(family, socket.SOCK_STREAM)
         self.listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -87,7 +85,8 @@ class Master:
         except OSError as error:
             self.listener.close()
             raise ConfigError(_unbound(self._meeting, self._host, error)) from error
-        self._poll.register(self.listener, select.POLLIN)
+        self._poll = select.poll()
+        self._callers = Callers(self.listener, self._poll)
 
     def gather(self, own: Fingerprint, patience: float = JOIN_S, over: Event | None = None) -> list[socket.socket]:
         """Wait for the other nodes; return their connections in the order of nodes.
@@ -111,12 +110,11 @@ class Master:
                     raise GroupFailed(f"{name} {missing[0]} has not come to {place} within {patience:g} seconds")
                 for fd, _ in self._poll.poll(100):
                     self._hear(fd, own)
-                self._forget()
+                self._callers.forget()
         except (ConfigError, GroupFailed) as error:
             self.close(str(error))
             raise
-        for stranger, _, _ in self._new.values():
-            stranger.close()
+        self._callers.close()
         links = [self._nodes[node].link for node in sorted(self._nodes)]
         for link in links:
             keep_alive(link, self._timeout)
@@ -124,62 +122,53 @@ class Master:
         return links
 
     def welcome(self) -> Joined:
-        """Tell all nodes where the others are."""
+        """Tell all nodes where the others are. Raises `GroupFailed` where one has gone again."""
         starts = sorted(self._nodes)
         addresses = [(self._host, self._meeting.port)] + [self._nodes[node].address for node in starts]
         token, starts = secrets.token_hex(16), [0, *starts]
-        for come in self._nodes.values():
-            send_frame(come.link, node_words.encode(Welcome(token, addresses, starts)))
+        for first, come in self._nodes.items():
+            try:
+                send_frame(come.link, node_words.encode(Welcome(token, addresses, starts)))
+            except OSError as error:
+                self.close(gone := f"{self._meeting.name} {first} ({come.address[0]}) has gone before all nodes had met: {error}")
+                raise GroupFailed(gone) from error
         return Joined(self.listener, self.listener, token, addresses, starts)
 
     def close(self, why: str) -> None:
         """Turn all nodes away."""
-        for link, *_ in (*self._nodes.values(), *self._new.values()):
+        for link in (*(come.link for come in self._nodes.values()), *self._callers.links()):
             with suppress(OSError):
                 send_frame(link, node_words.encode(TurnedAway(why)))
             link.close()
         self.listener.close()
 
     def _hear(self, fd: int, own: Fingerprint) -> None:
-        if fd == self.listener.fileno():
-            link, _ = self.listener.accept()
-            link.setblocking(False)
-            self._new[link.fileno()] = (link, FrameReader(link, MAX_GREETING), time.monotonic() + _GREETING_S)
-            self._poll.register(link, select.POLLIN)
-            return
-        if (gone := next((node for node, come in self._nodes.items() if come.link.fileno() == fd), None)) is not None:
+        if fd not in self._callers:
+            gone = next(node for node, come in self._nodes.items() if come.link.fileno() == fd)
             log.warning("%s %d has gone again", self._meeting.name, gone)
             self._poll.unregister(fd)
             self._nodes.pop(gone).link.close()
-            return
-        link, reader, _ = self._new[fd]
-        try:
-            frames = reader.read()
-            if not frames and not reader.ended:
-                return
-            hello = node_words.decode_greeting(frames[0])
-            if not isinstance(hello, NodeHello):
-                raise ValueError("a wire, before all nodes have come")
-        except (ValueError, IndexError, OSError) as error:
-            log.warning("a connection from %s is no node's: %s", _peer(link), error or "it was closed")
-            self._drop(fd)
-            return
-        del self._new[fd]
-        self._take(link, hello, own)
+        elif (said := self._callers.hear(fd)) is not None:
+            link, hello = said
+            if isinstance(hello, NodeHello):
+                self._take(link, hello, own)
+            else:
+                log.warning("a connection from %s is a wire's, before all nodes have come", peer(link))
+                link.close()
 
     def _take(self, link: socket.socket, hello: NodeHello, own: Fingerprint) -> None:
         """A node has said which one it is."""
-        host, meeting, numbers = link.getpeername()[0], self._meeting, range(hello.node, hello.node + hello.count)
+        host, meeting, numbers = peer(link), self._meeting, range(hello.node, hello.node + hello.count)
         known = range(numbers.start, min(numbers.stop, meeting.size))
         if (taken := next((number for number in known if self._has(number) is not None), None)) is not None:
             message = f"{meeting.taken} {taken} is taken: the node at {self._has(taken)} has it"
             log.warning("the node at %s is turned away: %s", host, message)
-            self._poll.unregister(link)
             with suppress(OSError):
                 send_frame(link, node_words.encode(TurnedAway(message)))
             link.close()
             return
         self._nodes[hello.node] = _Come(link, (host, hello.port), numbers)
+        self._poll.register(link, select.POLLIN)
         if (told := difference(own, hello.fingerprint, f"{meeting.name} {hello.node} ({host})", f"{meeting.name} 0")) is not None:
             raise ConfigError(told)
         if not numbers or numbers.stop > meeting.size:
@@ -195,22 +184,12 @@ class Master:
     def _missing(self) -> list[int]:
         return self._meeting.missing([come.numbers for come in self._nodes.values()])
 
-    def _forget(self) -> None:
-        """Drop connections that say nothing."""
-        for fd in [fd for fd, (_, _, limit) in self._new.items() if time.monotonic() > limit]:
-            log.warning("a connection from %s said nothing for %g seconds", _peer(self._new[fd][0]), _GREETING_S)
-            self._drop(fd)
-
-    def _drop(self, fd: int) -> None:
-        self._poll.unregister(fd)
-        self._new.pop(fd)[0].close()
-
 
 def join(parallel: ParallelConfig, own: Fingerprint, patience: float = JOIN_S) -> Joined:
     """Connect a node to node 0, and wait until all nodes have come.
 
     Raises:
-        ConfigError: Node 0 has turned it away, and says why.
+        ConfigError: Node 0 has turned it away, and says why; or something else answers in its place.
         GroupFailed: Node 0 cannot be reached.
     """
     meeting, deadline = Meeting.of(parallel), time.monotonic() + patience
@@ -218,7 +197,7 @@ def join(parallel: ParallelConfig, own: Fingerprint, patience: float = JOIN_S) -
     problem: object = None
     while time.monotonic() < deadline:
         try:
-            link = socket.create_connection(place, timeout=_GREETING_S)
+            link = socket.create_connection(place, timeout=_REACH_S)
         except OSError as error:
             if problem is None:
                 log.info("node 0 at %s:%d cannot be reached yet: %s", *place, error)
@@ -227,7 +206,7 @@ def join(parallel: ParallelConfig, own: Fingerprint, patience: float = JOIN_S) -
             continue
         keep_alive(link, parallel.timeout)
         try:
-            if (joined := _greet(link, meeting.own, own)) is not None:
+            if (joined := _greet(link, meeting, own)) is not None:
                 return joined
             problem = "it has ended before all nodes had come"
         except OSError as error:
@@ -237,16 +216,23 @@ def join(parallel: ParallelConfig, own: Fingerprint, patience: float = JOIN_S) -
     raise GroupFailed(f"node 0 at {place[0]}:{place[1]} cannot be reached within {patience:g} seconds: {problem}")
 
 
-def _greet(link: socket.socket, numbers: range, own: Fingerprint) -> Joined | None:
+def _greet(link: socket.socket, meeting: Meeting, own: Fingerprint) -> Joined | None:
     """Wait for the answer; None: node 0 is gone."""
     link.settimeout(None)
-    listener = socket.socket(link.family, socket.SOCK_STREAM)
-    # Where node 0 is reached from, the other nodes reach this one.
-    listener.bind((link.getsockname()[0], 0))
-    listener.listen(_BACKLOG)
-    send_frame(link, node_words.encode(NodeHello(numbers.start, dict(own), listener.getsockname()[1], len(numbers))))
-    frame = receive_frame(link)
-    answer = None if frame is None else node_words.decode_answer(frame)
+    numbers, listener = meeting.own, socket.socket(link.family, socket.SOCK_STREAM)
+    try:
+        # Where node 0 is reached from, the other nodes reach this one.
+        listener.bind((link.getsockname()[0], 0))
+        listener.listen(_BACKLOG)
+        send_frame(link, node_words.encode(NodeHello(numbers.start, dict(own), listener.getsockname()[1], len(numbers))))
+        frame = receive_frame(link, MAX_GREETING)
+        answer = None if frame is None else node_words.decode_answer(frame)
+    except OSError:
+        listener.close()
+        raise
+    except ValueError as error:
+        flags = f"{meeting.host_flag} {meeting.host} {meeting.port_flag} {meeting.port}"
+        answer = TurnedAway(f"{flags}: what answers there is no node of Penstock: {error}")
     if isinstance(answer, Welcome):
         return Joined(link, listener, answer.token, answer.addresses, answer.starts)
     listener.close()
@@ -268,17 +254,7 @@ def connect(wiring: Wiring, node: int, joined: Joined, timeout: float) -> dict[W
         for wire in wires:
             if wiring.node(wire.sender) == node:
                 found[wire] = _to(joined.addresses[wiring.node(wire.receiver)], WireHello(joined.token, *wire), timeout)
-        deadline = time.monotonic() + timeout
-        while missing:
-            joined.listener.settimeout(max(deadline - time.monotonic(), 0.001))
-            stream, _ = joined.listener.accept()
-            wire = _wire(stream, joined.token)
-            if wire is None or wire not in missing:
-                log.warning("a connection from %s is no wire of this engine", _peer(stream))
-                stream.close()
-                continue
-            missing.remove(wire)
-            found[wire] = stream
+        _await(missing, joined, time.monotonic() + timeout, found)
     except OSError as error:
         for stream in found.values():
             stream.close()
@@ -297,15 +273,33 @@ def _to(address: tuple[str, int], hello: WireHello, timeout: float) -> socket.so
     return stream
 
 
-def _wire(stream: socket.socket, token: str) -> Wire | None:
-    """What a connection says it is; None: nothing that we expect."""
-    stream.settimeout(_GREETING_S)
+def _await(missing: set[Wire], joined: Joined, deadline: float, found: dict[Wire, socket.socket]) -> None:
+    """Take in the wires that others make. Raises `TimeoutError` where one does not come."""
+    poll = select.poll()
+    callers = Callers(joined.listener, poll)
     try:
-        frame = receive_frame(stream, MAX_GREETING)
-        hello = None if frame is None else node_words.decode_greeting(frame)
-    except (OSError, ValueError):
-        return None
-    if not isinstance(hello, WireHello) or not hmac.compare_digest(hello.token, token):
+        while missing:
+            if time.monotonic() > deadline:
+                raise TimeoutError("a connection has not come")
+            for fd, _ in poll.poll(100):
+                if (said := callers.hear(fd)) is None:
+                    continue
+                stream, hello = said
+                wire = _wire(hello, joined.token)
+                if wire is not None and wire in missing:
+                    missing.remove(wire)
+                    found[wire] = stream
+                else:
+                    log.warning("a connection from %s is no wire of this engine", peer(stream))
+                    stream.close()
+            callers.forget()
+    finally:
+        callers.close()
+
+
+def _wire(hello: Greeting, token: str) -> Wire | None:
+    """What a connection says it is; None: nothing that we expect."""
+    if not isinstance(hello, WireHello) or not hmac.compare_digest(hello.token.encode(), token.encode()):
         return None
     return Wire(hello.sender, hello.receiver, hello.kind)
 
@@ -342,10 +336,3 @@ def _unbound(meeting: Meeting, host: str, error: OSError) -> str:
     if error.errno == errno.EADDRNOTAVAIL:
         return f"{meeting.host_flag} {meeting.host}: no network interface of this machine has the address {host}"
     return f"{meeting.host_flag} {host} {meeting.port_flag} {meeting.port}: {os.strerror(error.errno or 0)}"
-
-
-def _peer(stream: socket.socket) -> str:
-    try:
-        return str(stream.getpeername()[0])
-    except OSError:
-        return "somewhere"

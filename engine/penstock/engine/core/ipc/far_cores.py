@@ -5,7 +5,7 @@ import socket
 import threading
 from contextlib import suppress
 
-from penstock.engine.config import ConfigError, EngineConfig
+from penstock.engine.config import EngineConfig
 from penstock.engine.core.ipc.coupling import Coupling
 from penstock.engine.parallel import node_words
 from penstock.engine.parallel.errors import GroupFailed
@@ -85,7 +85,7 @@ class FarCores:
         loop = meeting.get_loop()
         try:
             met = self._gathered()
-        except (ConfigError, GroupFailed) as error:
+        except Exception as error:  # noqa: BLE001 - whatever it is, the start waits for it
             with suppress(RuntimeError):  # the loop is gone
                 loop.call_soon_threadsafe(_settle, meeting, error)
             return

@@ -17,7 +17,7 @@ from penstock.engine.core.ipc.ports import Port
 from penstock.engine.core.ipc.sockets import Context
 from penstock.engine.core.ipc.starting import end_with_frontend, port_of, read_start
 from penstock.engine.messages import CoreFailed, CoreOutput, CoreReady, CoreStart, EventPorts
-from penstock.engine.parallel.frames import FrameReader, send_frame
+from penstock.engine.parallel.frames import FrameReader, peer, send_frame
 
 _LAST_WORDS_S = 1.0
 
@@ -36,7 +36,7 @@ class StandIn:
 
     def __init__(self, start: CoreStart, port: Port, stream: socket.socket) -> None:
         self._port, self._stream, self._reader = port, stream, FrameReader(stream)
-        self._host = stream.getpeername()[0]
+        self._host = peer(stream)
         self._name = f"data-parallel rank {start.engine_index} ({self._host})"
         self._forwards: tuple[Forward, Forward] | None = None
         if start.events_addresses and start.replay_addresses:
