@@ -8,6 +8,7 @@ import struct
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -21,13 +22,14 @@ from test_nodes import HOST, free_port
 from penstock.engine.config import ConfigError, ParallelConfig
 from penstock.engine.core.ipc.far_cores import FarCores
 from penstock.engine.core.ipc.stand_in import StandIn
+from penstock.engine.core.wave import Wave, Waves
 from penstock.engine.messages import CoreFailed, CoreInput, CoreOutput, CoreStart
 from penstock.engine.parallel import node_words
 from penstock.engine.parallel.callers import Callers
 from penstock.engine.parallel.errors import GroupFailed
-from penstock.engine.parallel.frames import FirstFrame, FrameReader, send_frame
+from penstock.engine.parallel.frames import FirstFrame, FrameReader, receive_frame, send_frame
 from penstock.engine.parallel.layout import Layout, Wire
-from penstock.engine.parallel.node_words import NodeHello, WireHello
+from penstock.engine.parallel.node_words import Close, NodeHello, WireHello
 from penstock.engine.parallel.remote_node import RemoteNode
 from penstock.engine.parallel.rendezvous import Master, connect, join
 
@@ -134,7 +136,8 @@ def test_another_server_in_the_place_of_node_0_is_refused_by_its_flags():
             with link:
                 link.recv(1 << 16)
                 link.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
-                link.recv(1)
+                with suppress(ConnectionError):  # the node has read no more
+                    link.recv(1)
 
         answering = threading.Thread(target=answer)
         answering.start()
@@ -150,12 +153,30 @@ class Unreachable(socket.socket):
     def recv(self, *_: int) -> bytes:
         raise OSError(errno.EHOSTUNREACH, "No route to host")
 
+    send = recv
+
 
 def test_a_machine_that_is_gone_ends_what_it_says():
     with Unreachable() as stream:
         reader, first = FrameReader(stream), FirstFrame(stream, 9)
         assert reader.read() == [] and reader.ended
         assert first.read() is None and first.ended
+
+
+def test_a_core_on_a_machine_that_is_gone_makes_no_steps_and_stops_none(monkeypatch):
+    """The step in which others wait for it tells them."""
+    waves, (here, there) = Waves(2), pair()
+    wave = Wave(waves.end([(1, here.detach())]), 0)
+    there.send(b"\1")
+    while not wave.is_behind:
+        pass
+    far = wave._far[0].connection.detach()
+    wave._far[0].connection = Unreachable(fileno=far)
+    wave.silence()
+    wave.begin()
+    assert not wave.is_behind
+    for each in (there, wave._far[0].connection, waves):
+        each.close()
 
 
 def pair() -> tuple[socket.socket, socket.socket]:
@@ -206,3 +227,23 @@ async def test_whatever_stops_the_nodes_from_meeting_is_told_to_the_start(monkey
     far = FarCores(msgspec.structs.replace(make_config(), parallel=cores()))
     with pytest.raises(OSError, match="Too many open files"):
         await asyncio.wait_for(far.streams(), 60)
+
+
+async def test_nodes_that_come_while_the_engine_is_closed_are_sent_away_in_good_order(monkeypatch):
+    far, (link, node) = FarCores(msgspec.structs.replace(make_config(), parallel=cores())), pair()
+    core, there = pair()
+    come = threading.Event()
+    monkeypatch.setattr(far, "_gathered", lambda: ([link], {1: core}) if come.wait(60) else None)
+    asked, before = asyncio.create_task(far.streams()), set(threading.enumerate())
+    await asyncio.sleep(0)
+    [meeting] = set(threading.enumerate()) - before
+    come.set()
+    meeting.join()  # what it has to say waits for this loop
+    far.close()
+    with pytest.raises(GroupFailed, match="has been closed"):
+        await asked
+    node.settimeout(60)
+    assert node_words.decode_task(receive_frame(node) or b"") == Close()
+    assert node.recv(1) == there.recv(1) == b""
+    for each in (node, there):
+        each.close()

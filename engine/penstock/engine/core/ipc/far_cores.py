@@ -82,17 +82,28 @@ class FarCores:
 
     def _meet(self, meeting: "asyncio.Future[_Met]") -> None:
         """Wait for the nodes, in a thread of its own."""
-        loop = meeting.get_loop()
         try:
-            met = self._gathered()
+            told: _Met | Exception = self._gathered()
         except Exception as error:  # noqa: BLE001 - whatever it is, the start waits for it
-            with suppress(RuntimeError):  # the loop is gone
-                loop.call_soon_threadsafe(_settle, meeting, error)
-            return
+            told = error
+        try:
+            meeting.get_loop().call_soon_threadsafe(self._settle, meeting, told)
+        except RuntimeError:  # the loop is gone, with those who wait
+            self._abandoned(told)
+
+    def _settle(self, meeting: "asyncio.Future[_Met]", told: "_Met | Exception") -> None:
+        """On the loop, as `close` is, which has not seen nodes that come after it."""
         if self._over.is_set():
-            self._leave(*met)
-        with suppress(RuntimeError):
-            loop.call_soon_threadsafe(_settle, meeting, met)
+            told = self._abandoned(told)
+        if meeting.done():
+            return
+        meeting.set_exception(told) if isinstance(told, Exception) else meeting.set_result(told)
+
+    def _abandoned(self, told: "_Met | Exception") -> Exception:
+        if isinstance(told, Exception):
+            return told
+        self._leave(*told)
+        return GroupFailed("the engine has been closed")
 
     def _gathered(self) -> _Met:
         parallel = self._config.parallel
@@ -110,9 +121,3 @@ class FarCores:
         if self._coupling is not None:
             self._coupling.connect(wires)
         return links, streams
-
-
-def _settle(meeting: "asyncio.Future[_Met]", told: _Met | Exception) -> None:
-    if meeting.done():
-        return
-    meeting.set_exception(told) if isinstance(told, Exception) else meeting.set_result(told)

@@ -1,14 +1,12 @@
 """The core's process: the step loop between sockets.
 
 It reads a `CoreStart` from its standard input, which stays open as long as the frontend lives: the end of it is the end of this
-process, whatever it is doing. Signals meant for the whole process group are the frontend's to handle, who lets running requests
-finish first.
+process, whatever it is doing.
 """
 
 import faulthandler
 import gc
 import logging
-import signal
 import sys
 import time
 from importlib import import_module
@@ -22,7 +20,7 @@ from penstock.engine.core.ipc.boot_times import BootTimes
 from penstock.engine.core.ipc.ports import FrontendGone, Port
 from penstock.engine.core.ipc.publisher import EventPublisher
 from penstock.engine.core.ipc.sockets import Context
-from penstock.engine.core.ipc.starting import end_with_frontend, port_of, read_start
+from penstock.engine.core.ipc.starting import begun
 from penstock.engine.core.ipc.vllm_publisher import VllmEventPublisher
 from penstock.engine.core.memory import check_weights_fit, least, measure_memory, num_kv_blocks, offload_size, stored_bytes
 from penstock.engine.core.wave import Wave
@@ -41,8 +39,6 @@ READ_POLL_MS = 1
 request waits for comes later by the wait for it."""
 IDLE_S = 0.1
 """Without work or a word from the frontend, after which the time is used for CUDA graphs."""
-
-_LAST_WORDS_S = 1.0
 
 _log = logging.getLogger(__name__)
 
@@ -296,24 +292,16 @@ def run(start: CoreStart, port: Port, context: Context) -> None:
 
 def main() -> int:
     """Runs the core described on standard input; returns 1 when it fails."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s core: %(message)s")
-    start = read_start(sys.stdin.buffer)
-    end_with_frontend(start)
-    context = Context()
-    port = port_of(start, context)
-    try:
-        run(start, port, context)
-    except FrontendGone:
-        return 0
-    except ConfigError as error:
-        port.send(CoreFailed(str(error), refused=True))
-    except Exception as error:
-        port.send(CoreFailed(f"{type(error).__name__}: {error}"))
-        raise
-    finally:
-        context.destroy(linger=round(1000 * _LAST_WORDS_S))
+    with begun() as (start, port, context):
+        try:
+            run(start, port, context)
+        except FrontendGone:
+            return 0
+        except ConfigError as error:
+            port.send(CoreFailed(str(error), refused=True))
+        except Exception as error:
+            port.send(CoreFailed(f"{type(error).__name__}: {error}"))
+            raise
     return 1
 
 

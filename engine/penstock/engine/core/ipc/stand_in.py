@@ -1,9 +1,7 @@
 """The process that stands in for a core on another node. The frontend starts it, talks to it and sees it end as it would the
 core. It passes on what either side says, and connections to the core's event stream."""
 
-import logging
 import select
-import signal
 import socket
 import sys
 from contextlib import suppress
@@ -14,12 +12,9 @@ from penstock.engine import messages
 from penstock.engine.config import ConfigError
 from penstock.engine.core.ipc.forward import Forward
 from penstock.engine.core.ipc.ports import Port
-from penstock.engine.core.ipc.sockets import Context
-from penstock.engine.core.ipc.starting import end_with_frontend, port_of, read_start
+from penstock.engine.core.ipc.starting import begun
 from penstock.engine.messages import CoreFailed, CoreOutput, CoreReady, CoreStart, EventPorts
 from penstock.engine.parallel.frames import FrameReader, peer, send_frame
-
-_LAST_WORDS_S = 1.0
 
 
 class StandIn:
@@ -76,19 +71,11 @@ class StandIn:
 
 def main() -> int:
     """Stands in for the core described on standard input; returns 1 when that is gone."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s core: %(message)s")
-    start = read_start(sys.stdin.buffer)
-    end_with_frontend(start)
-    context = Context()
-    port = port_of(start, context)
-    try:
-        StandIn(start, port, socket.socket(fileno=start.stream)).run()
-    except ConfigError as error:
-        port.send(CoreFailed(str(error), refused=True))
-    finally:
-        context.destroy(linger=round(1000 * _LAST_WORDS_S))
+    with begun() as (start, port, _):
+        try:
+            StandIn(start, port, socket.socket(fileno=start.stream)).run()
+        except ConfigError as error:
+            port.send(CoreFailed(str(error), refused=True))
     return 1
 
 

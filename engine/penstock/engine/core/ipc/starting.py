@@ -1,18 +1,43 @@
 """How a core's process, or the one that stands in for it, begins and ends with the one that started it."""
 
+import logging
 import os
 import shutil
+import signal
 import socket
 import sys
 import threading
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Final
 
 from penstock.engine import messages
 from penstock.engine.core.ipc.framing import LENGTH_BYTES
 from penstock.engine.core.ipc.ports import Port, SharedPort, SinglePort, StreamPort
 from penstock.engine.core.ipc.sockets import Context
 from penstock.engine.messages import CoreStart
+
+_LAST_WORDS_S: Final = 1.0
+
+
+@contextmanager
+def begun() -> Generator[tuple[CoreStart, Port, Context]]:
+    """What standard input describes, the way to the frontend, and the context of its sockets, which is destroyed at the end.
+
+    Signals meant for the whole process group are the frontend's to handle, who lets running requests finish first.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s core: %(message)s")
+    start = read_start(sys.stdin.buffer)
+    end_with_frontend(start)
+    context = Context()
+    port = port_of(start, context)
+    try:
+        yield start, port, context
+    finally:
+        context.destroy(linger=round(1000 * _LAST_WORDS_S))
 
 
 def port_of(start: CoreStart, context: Context) -> Port:
