@@ -16,6 +16,7 @@ from frontend_fakes import FakeCore, step_frame
 from penstock.engine.config import ModelConfig
 from penstock.engine.frontend.async_llm import AsyncLLM
 from penstock.engine.frontend.http.server import ApiServer
+from penstock.engine.frontend.http.streaming import EventStream
 from penstock.engine.frontend.openai.completion_format import CompletionFormat
 from penstock.engine.messages import Finished, FinishReason
 from penstock.prompt.bundle import PromptBundle
@@ -188,3 +189,31 @@ def test_aiohttp_has_what_is_used_beyond_its_documentation() -> None:
     assert "transport" in BaseProtocol.__slots__
     assert inspect.iscoroutinefunction(web.AppRunner._make_server)
     assert list(inspect.signature(web.RequestHandler.handle_error).parameters) == ["self", "request", "status", "exc", "message"]
+
+
+@pytest.mark.parametrize("owner, name", [(web.StreamResponse, "prepare"), (EventStream, "take")])
+async def test_a_client_that_goes_as_its_stream_begins_is_no_failure(
+    site: Site, owner: Any, name: str, monkeypatch, caplog
+) -> None:
+    """Between the first token and what is written of it: nothing is logged, and the core hears of it."""
+    usual, protocols = getattr(owner, name), list[Any]()
+
+    def connected(self: web.RequestHandler, transport: Any) -> None:
+        opened(self, transport)
+        protocols.append(self)
+
+    def going(self: Any, *given: Any) -> Any:
+        protocols[0].transport.close()
+        return usual(self, *given)
+
+    opened = web.RequestHandler.connection_made
+    monkeypatch.setattr(web.RequestHandler, "connection_made", connected)
+    monkeypatch.setattr(owner, name, going)
+    reader, writer = await site.ask()
+    site.core.say(step_frame({0: [70]}))
+    await within(reader.read())
+    async with asyncio.timeout(60):
+        while not site.core.aborted:
+            await asyncio.sleep(0.005)
+    assert [record.getMessage() for record in caplog.records if record.levelname == "ERROR"] == []
+    writer.close()

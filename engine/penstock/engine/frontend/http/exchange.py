@@ -102,6 +102,11 @@ def json_response(body: Any) -> web.Response:
     return web.Response(body=orjson.dumps(body), content_type="application/json")
 
 
+def is_gone(request: web.Request) -> bool:
+    """Whether the client has closed its connection. The handler is about to be cancelled."""
+    return request.transport is None or request.transport.is_closing()
+
+
 class Active:
     """Requests that are being answered: a drain waits for them."""
 

@@ -14,7 +14,15 @@ from penstock.engine.frontend.data_parallel import header_rank
 from penstock.engine.frontend.errors import ApiError, internal_error
 from penstock.engine.frontend.http.connection import Runner
 from penstock.engine.frontend.http.cors import Cors
-from penstock.engine.frontend.http.exchange import MAX_BODY_BYTES, PICKED_KEY, RANK_KEY, REQUEST_ID_KEY, Active, header_request_id
+from penstock.engine.frontend.http.exchange import (
+    MAX_BODY_BYTES,
+    PICKED_KEY,
+    RANK_KEY,
+    REQUEST_ID_KEY,
+    Active,
+    header_request_id,
+    is_gone,
+)
 from penstock.engine.frontend.http.keys import ApiKeys
 from penstock.engine.frontend.http.prefill import Prefill
 from penstock.engine.frontend.http.routes.adapters import AdapterRoutes
@@ -134,8 +142,9 @@ class ApiServer:
             response = _http_error(error)
         except web.RequestPayloadError as error:
             response = ApiError(400, f"the body cannot be read: {error}").response()
-        except Exception:
-            log.exception("request failed: %s %s", request.method, request.path)
+        except Exception as error:
+            if not (isinstance(error, ConnectionError) and is_gone(request)):
+                log.exception("request failed: %s %s", request.method, request.path)
             response = internal_error().response()
         if self._llm.state is not State.READY:
             response.force_close()  # a client's kept connection would lead it here again

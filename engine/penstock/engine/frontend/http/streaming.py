@@ -11,6 +11,7 @@ from aiohttp.abc import AbstractStreamWriter
 
 from penstock.engine.frontend.errors import ApiError, internal_error
 from penstock.engine.frontend.generation import Generation
+from penstock.engine.frontend.http.exchange import is_gone
 from penstock.engine.frontend.observe.timeline import timeline_event, wants_timeline
 from penstock.engine.frontend.openai.encoding import Format
 
@@ -36,7 +37,9 @@ async def stream(request: web.Request, generation: Generation, answer: Format) -
         rest = [events.take(), timeline_event(generation) if wants_timeline(request) else b"", answer.last(generation.usage)]
     except ApiError as error:
         rest = [_failed(response, answer, error)]
-    except Exception:  # too late for a status
+    except Exception as error:  # too late for a status
+        if isinstance(error, ConnectionError) and is_gone(request):
+            raise
         log.exception("a stream failed: %s %s", request.method, request.path)
         rest = [_failed(response, answer, internal_error())]
     await response.write_eof(b"".join(rest))
