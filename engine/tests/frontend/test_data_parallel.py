@@ -13,12 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import zmq
 from frontend_process import Server, make_llama, serving
 from test_parallel_e2e import PROMPTS, answers, children, started_since, wait_gone
 
 from penstock.api import events, load_report
-from penstock.api.events import BlockStored, EventBatch
+from penstock.api.events import BlockStored
 from penstock.api.load_report import LoadReport
 from penstock.api.merged_load import merged
 from penstock.engine import LLM, ConfigError, SamplingParams
@@ -27,6 +26,7 @@ from penstock.engine.commands import PinPrefix, ResetPrefixCache
 from penstock.engine.core.ipc.calls import CommandRefused
 from penstock.engine.frontend.data_parallel import busyness, check_ports, combined, pick
 from testing.ports import free_ports
+from testing.replays import replayed
 
 pytestmark = pytest.mark.slow
 
@@ -213,9 +213,7 @@ def _check_ports_and_load(server: Server) -> None:
     for rank in (0, 1):
         assert on_rank(server, rank, f"{rank} water and stone " * 20)[0] == 200
     _check_report_on_answers(server)
-    context = zmq.Context()
-    stored = [_stored(context, rank["replay_port"]) for rank in ports]
-    context.destroy(linger=0)
+    stored = [_stored(rank["replay_port"]) for rank in ports]
     assert stored[0] - stored[1] and stored[1] - stored[0]
 
 
@@ -268,19 +266,10 @@ def _check_death(server: Server, cores: list[int], how: str) -> None:
         assert reading[1 - lost_rank].result(120)["usage"]["completion_tokens"] == LONG
 
 
-def _stored(context: "zmq.Context[zmq.Socket[bytes]]", port: int) -> set[bytes]:
+def _stored(port: int) -> set[bytes]:
     """Hashes of the blocks that a rank's replay tells of."""
-    socket_ = context.socket(zmq.DEALER)
-    socket_.connect(f"tcp://127.0.0.1:{port}")
-    socket_.send(events.encode_seq(0))
-    found = set[bytes]()
-    while True:
-        assert socket_.poll(30_000), "the replay is silent"
-        seq, payload = socket_.recv_multipart()
-        if seq == events.END_OF_REPLAY:
-            return found
-        batch: EventBatch = events.decode(payload)
-        found |= {block for event in batch.events if isinstance(event, BlockStored) for block in event.block_hashes}
+    told = [event for payload in replayed(port) for event in events.decode(payload).events]
+    return {block for event in told if isinstance(event, BlockStored) for block in event.block_hashes}
 
 
 def _stream(server: Server, rank: int) -> Any:

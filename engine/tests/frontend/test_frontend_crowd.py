@@ -7,12 +7,12 @@ from typing import Any
 
 import aiohttp
 import pytest
-import zmq
 from frontend_process import Server, make_llama, serving
 
 from penstock.api import events
 from penstock.api.events import AllBlocksCleared, BlockRemoved, BlockStored
 from penstock.engine import LLM, SamplingParams
+from testing.replays import replayed
 
 PROMPT = [70 + at * 7 % 200 for at in range(100)]
 PARAMS: dict[str, Any] = {"seed": 9, "max_tokens": 60, "ignore_eos": True}
@@ -31,29 +31,19 @@ def server(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Se
         yield running
 
 
-def replayed(server: Server, start: int) -> set[bytes]:
+def in_cache(server: Server, start: int) -> set[bytes]:
     """The cached blocks that the event stream tells from an event on; from one that is yet to come: a picture of the cache."""
     blocks: set[bytes] = set()
-    context = zmq.Context()
-    try:
-        socket = context.socket(zmq.DEALER)
-        socket.connect(f"tcp://127.0.0.1:{server.replay_port}")
-        socket.send(events.encode_seq(start))
-        while socket.poll(10_000):
-            seq, payload = socket.recv_multipart()
-            if seq == events.END_OF_REPLAY:
-                return blocks
-            for event in events.decode(payload).events:
-                match event:
-                    case BlockStored(hashes):
-                        blocks |= set(hashes)
-                    case BlockRemoved(hashes):
-                        blocks -= set(hashes)
-                    case AllBlocksCleared():
-                        blocks = set()
-        raise AssertionError("no end of the replay")
-    finally:
-        context.destroy(linger=0)
+    for payload in replayed(server.replay_port, start):
+        for event in events.decode(payload).events:
+            match event:
+                case BlockStored(hashes):
+                    blocks |= set(hashes)
+                case BlockRemoved(hashes):
+                    blocks -= set(hashes)
+                case AllBlocksCleared():
+                    blocks = set()
+    return blocks
 
 
 async def ask(client: aiohttp.ClientSession, **fields: Any) -> tuple[str, int]:
@@ -106,5 +96,5 @@ async def test_a_requests_tokens_depend_on_nobody_else(llama: Path, server: Serv
                     break
                 await asyncio.sleep(0.05)
         assert report["kv_blocks_reclaimable"] == report["kv_blocks_total"], "no block is in use"
-    live = replayed(server, 10**9)
-    assert live and replayed(server, 0) == live, "and the events have told of every block"
+    live = in_cache(server, 10**9)
+    assert live and in_cache(server, 0) == live, "and the events have told of every block"

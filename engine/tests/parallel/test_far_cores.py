@@ -12,7 +12,6 @@ from pathlib import Path
 
 import msgspec
 import pytest
-import zmq
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "core"))
 
@@ -21,7 +20,6 @@ from harness import make_config, make_request
 from test_core_process import Frontend, consume
 from test_nodes import HOST, free_port, headless, imported
 
-from penstock.api import events
 from penstock.engine.commands import ResetPrefixCache
 from penstock.engine.config import ConfigError, EngineConfig, ParallelConfig
 from penstock.engine.core.ipc.client import CoreClient, CoreError
@@ -30,6 +28,7 @@ from penstock.engine.parallel.errors import GroupFailed
 from penstock.engine.parallel.layout import CoreLayout
 from penstock.engine.parallel.meeting import Meeting
 from penstock.engine.parallel.nodes import cores_placed
+from testing.replays import replayed
 
 importable = imported
 RUNNER = "fake_runner:FakeRunner"
@@ -90,25 +89,9 @@ async def test_a_core_on_another_node_is_as_one_of_this_node(tmp_path):
             await asyncio.wait_for(consume(core, call), 60)
             assert (await call) is None
         assert ready[0].event_ports != ready[1].event_ports
-        found = await asyncio.to_thread(batches, ready[1].event_ports.replay)
+        found = await asyncio.to_thread(lambda: list(replayed(ready[1].event_ports.replay)))
         assert found, "the port here leads to the events there"
     assert node.returncode == 0
-
-
-def batches(port: int) -> list[bytes]:
-    """What a replay tells."""
-    context = zmq.Context()
-    socket_ = context.socket(zmq.DEALER)
-    socket_.connect(f"tcp://{HOST}:{port}")
-    socket_.send(events.encode_seq(0))
-    found = list[bytes]()
-    while True:
-        assert socket_.poll(30_000), "the replay is silent"
-        seq, payload = socket_.recv_multipart()
-        if seq == events.END_OF_REPLAY:
-            context.destroy(linger=0)
-            return found
-        found.append(payload)
 
 
 @pytest.mark.parametrize("how", ["core", "node"])

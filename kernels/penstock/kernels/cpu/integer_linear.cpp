@@ -133,8 +133,8 @@ __attribute__((noinline)) void tile(const Job<T>& job, int64_t row, int64_t pane
   const Weight& weight = job.weight;
   const int64_t groups = weight.groups(), quads = weight.quads(), group_quads = weight.group_quads(), column = panel * kPanel;
   const int64_t count = std::min<int64_t>(kPanels * kPanel, job.outputs - column);
-  float start[kPanels * kPanel] = {};
-  for (int64_t i = 0; job.bias != nullptr && i < count; ++i) start[i] = widen(job.bias[column + i]);
+  float start[kPanels * kPanel];
+  begin_sums(job.bias, column, job.outputs, kPanels * kPanel, start);
   Vec totals[kRows][kPanels * kParts];
   for (int r = 0; r < kRows; ++r)
     for (int i = 0; i < kPanels * kParts; ++i) totals[r][i] = load(start + i * kLanes);
@@ -263,8 +263,8 @@ void tile_pair(const Job<T>& job, int64_t row, int64_t count, int64_t height, in
   const int64_t column = panel * kPanel, there = std::min(kColumns, job.outputs - column);
   const int64_t panels[2] = {panel, there > kPanel ? panel + 1 : panel}, quads = weight.quads();
   alignas(64) int32_t sums[2 * kTileRows * kColumns];
-  alignas(64) float start[kColumns] = {}, totals[2 * kTileRows][kColumns];
-  for (int64_t i = 0; job.bias != nullptr && i < there; ++i) start[i] = widen(job.bias[column + i]);
+  alignas(64) float start[kColumns], totals[2 * kTileRows][kColumns];
+  begin_sums(job.bias, column, job.outputs, kColumns, start);
   for (int64_t r = 0; r < count; ++r) std::copy_n(start, kColumns, totals[r]);
   for (int64_t group = 0; group < weight.groups(); ++group) {
     const int64_t first = group * weight.group_quads(), last = std::min(quads, first + weight.group_quads());

@@ -95,9 +95,8 @@ __attribute__((noinline)) void tile(const Pass<X, W, T>& pass, const W* weight, 
 #pragma GCC unroll 8
       for (int v = 0; v < kVectors; ++v) sums[r][v] = load(pass.sums + (row + r) * pass.sums_stride + column + v * kLanes);
   } else {
-    float start[kVectors * kLanes] = {};
-    if (pass.bias != nullptr)
-      for (int64_t i = 0; i < std::min<int64_t>(kVectors * kLanes, pass.outputs - column); ++i) start[i] = widen(pass.bias[column + i]);
+    float start[kVectors * kLanes];
+    begin_sums(pass.bias, column, pass.outputs, kVectors * kLanes, start);
 #pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r)
 #pragma GCC unroll 8

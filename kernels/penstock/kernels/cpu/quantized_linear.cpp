@@ -181,9 +181,8 @@ __attribute__((noinline)) void tile(const Job<X, T>& job, int64_t row, int64_t c
   const int8_t* weights[kVectors];
   int64_t of_groups[kVectors];  // where its scales and zeros begin
   Vec totals[kRows][kVectors];
-  float start[kVectors * kLanes] = {};
-  if (job.bias != nullptr)
-    for (int64_t i = 0; i < std::min<int64_t>(kVectors * kLanes, job.outputs - column); ++i) start[i] = widen(job.bias[column + i]);
+  float start[kVectors * kLanes];
+  begin_sums(job.bias, column, job.outputs, kVectors * kLanes, start);
   for (int v = 0; v < kVectors; ++v) {
     const int64_t at = column + v * kLanes, panel = at / kPanel, lane = at % kPanel;
     weights[v] = job.weight + panel * panel_bytes + (bits(kNumber) == 4 ? 4 : 1) * lane;
@@ -327,8 +326,8 @@ class TiledLinear {
   void columns(int64_t column, BFloat16* out) {
     const int64_t there = std::min(kColumns, job_.outputs - column);
     const int64_t panels[2] = {column / kPanel, (column + (there > kPanel ? kPanel : 0)) / kPanel};
-    float start[kColumns] = {};
-    for (int64_t i = 0; job_.bias != nullptr && i < there; ++i) start[i] = widen(job_.bias[column + i]);
+    float start[kColumns];
+    begin_sums(job_.bias, column, job_.outputs, kColumns, start);
     for (int64_t r = 0; r < x_.rows; ++r) std::copy_n(start, kColumns, &totals_[r * kColumns]);
     for (int64_t group = 0; group < job_.groups(); ++group) {
       const int64_t first = group * job_.group, end = std::min(job_.inputs, first + job_.group);

@@ -66,7 +66,7 @@ class TileLinear {
 
   // What the sums of so many outputs begin with, the same for all rows.
   void begin(int64_t column, int64_t count, float* out) const {
-    for (int64_t i = 0; i < count; ++i) out[i] = bias_ == nullptr || column + i >= outputs_ ? 0.0f : widen(bias_[column + i]);
+    begin_sums(bias_, column, outputs_, count, out);
     Tiles::written();
   }
 

@@ -3,6 +3,7 @@
 
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
@@ -271,6 +272,14 @@ inline void narrow(float x, T* out) {
   T all[kLanes];
   store(all, splat(x));
   *out = all[0];
+}
+
+// What the sums of `count` columns from `column` on begin with: the bias, or 0 where there is none and beyond the last column.
+template <typename T>
+inline __attribute__((always_inline)) void begin_sums(const T* bias, int64_t column, int64_t outputs, int64_t count, float* start) {
+  const int64_t given = bias == nullptr ? 0 : std::min(count, outputs - column);
+  for (int64_t i = 0; i < count; ++i) start[i] = 0.0f;
+  for (int64_t i = 0; i < given; ++i) start[i] = widen(bias[column + i]);
 }
 
 }  // namespace penstock
