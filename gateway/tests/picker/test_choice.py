@@ -140,6 +140,12 @@ changes = st.one_of(
 )
 
 
+def test_replicas_whose_names_have_one_checksum_draw_lots_of_their_own() -> None:
+    columns, uids = Columns(), ("plumless", "buckeroo")  # equal by CRC-32
+    columns.update([msgspec.structs.replace(replica(at), uid=uid) for at, uid in enumerate(uids)])
+    assert len(set(columns.seeds.tolist())) == 2
+
+
 @given(st.lists(st.lists(changes, max_size=12), max_size=4))
 def test_the_quick_cost_is_the_sum_of_all_parts_whatever_has_changed(rounds: list[list[tuple[Any, ...]]]) -> None:
     columns, asked = Columns(), request()

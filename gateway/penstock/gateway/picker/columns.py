@@ -8,7 +8,6 @@ from collections.abc import Collection, Sequence
 from hashlib import blake2b
 from math import exp
 from statistics import fmean, median
-from zlib import crc32
 
 import numpy as np
 from numpy.typing import NDArray
@@ -344,7 +343,7 @@ def _seed(replica: Replica | None) -> int:
     if replica is None:
         return 0
     text = f"{replica.uid}/{replica.port}{'' if replica.rank is None else f'/{replica.rank}'}".encode()
-    return crc32(text) << 32 | crc32(text, 0x9E3779B9)
+    return int.from_bytes(blake2b(text, digest_size=8).digest())
 
 
 def _layout(replica: Replica) -> float:
