@@ -20,6 +20,7 @@ from penstock.gateway.h2.frames import (
     END_HEADERS,
     END_STREAM,
     GOAWAY,
+    HEAD_BYTES,
     HEADERS,
     MAX_WINDOW,
     PADDED,
@@ -48,7 +49,7 @@ WORD = (7).to_bytes(4)
 def test_it_greets_with_settings_and_a_large_window(make_pair: Any) -> None:
     first, second = make_pair(greet=False).heard()
     assert first.kind == SETTINGS
-    said = read_settings(first.payload)
+    said = dict(read_settings(first.payload))
     assert said[Setting.HEADER_TABLE_SIZE] == 0
     assert said[Setting.INITIAL_WINDOW_SIZE] == limits.STREAM_WINDOW
     assert said[Setting.MAX_CONCURRENT_STREAMS] == limits.MAX_STREAMS
@@ -348,6 +349,15 @@ def test_who_shrinks_the_table_for_our_headers_is_agreed_with_first(make_pair: A
     assert answer_blocks(pair, 5) == plain
     pair.say(settings({Setting.HEADER_TABLE_SIZE: 65_536}))
     assert answer_blocks(pair, 7) == plain
+
+
+def test_the_smallest_of_several_tables_in_one_frame_is_agreed_with(make_pair: Any) -> None:
+    """RFC 7541, section 4.2: the last one alone would hide that the peer dropped its entries."""
+    pair, sizes = make_pair(), [settings({Setting.HEADER_TABLE_SIZE: size})[HEAD_BYTES:] for size in (0, 8_192)]
+    pair.say(frame(SETTINGS, 0, 0, b"".join(sizes)))
+    first, second = answer_blocks(pair, 1)
+    assert first == NO_TABLE + literal(":status", "200")
+    assert second == literal("grpc-status", "0")
 
 
 def test_larger_frames_are_used_when_they_are_allowed(pair: Any) -> None:

@@ -259,7 +259,7 @@ impl Core {
         let values = read_settings(payload)?;
         let egress = &mut self.egress;
         egress.max_frame = values.max_frame.unwrap_or(egress.max_frame);
-        if let Some(table) = values.table {
+        for table in values.tables {
             egress.resize_table(table);
         }
         frame(&mut egress.out, SETTINGS, ACK, 0, b"");

@@ -87,10 +87,10 @@ pub fn settings(out: &mut Vec<u8>, values: &[(u16, u32)]) {
     }
 }
 
-/// The settings of a frame that we look at, each as it was said last.
+/// The settings of a frame that we look at, each as it was said last; of the table every size, since the smallest counts, too.
 #[derive(Default)]
 pub struct Settings {
-    pub table: Option<u32>,
+    pub tables: Vec<u32>,
     pub window: Option<i64>,
     pub max_frame: Option<usize>,
 }
@@ -103,7 +103,7 @@ pub fn read_settings(payload: &[u8]) -> Outcome<Settings> {
     for each in payload.chunks_exact(6) {
         let (name, value) = (u16::from_be_bytes([each[0], each[1]]), word(&each[2..]));
         match name {
-            setting::HEADER_TABLE_SIZE => values.table = Some(value),
+            setting::HEADER_TABLE_SIZE => values.tables.push(value),
             setting::INITIAL_WINDOW_SIZE if i64::from(value) > MAX_WINDOW => {
                 return broken(code::FLOW_CONTROL_ERROR, format!("INITIAL_WINDOW_SIZE {value}"));
             }

@@ -271,10 +271,11 @@ class Connection:
             if payload:
                 raise ConnectionFault(Code.FRAME_SIZE_ERROR, "an acknowledgement of SETTINGS that says something")
             return
-        values = frames.read_settings(payload)
+        said = frames.read_settings(payload)
+        values = dict(said)
         window = values.get(Setting.INITIAL_WINDOW_SIZE)
         self._egress.max_frame = values.get(Setting.MAX_FRAME_SIZE, self._egress.max_frame)
-        if (table := values.get(Setting.HEADER_TABLE_SIZE)) is not None:
+        for table in (value for name, value in said if name == Setting.HEADER_TABLE_SIZE):
             self._egress.resize_table(table)
         self._out.append(frames.frame(frames.SETTINGS, ACK, 0))
         if window is not None and window != self._egress.initial_window:

@@ -80,19 +80,18 @@ def settings(values: dict[Setting, int]) -> bytes:
     return frame(SETTINGS, 0, 0, b"".join(_SETTING.pack(name, value) for name, value in values.items()))
 
 
-def read_settings(payload: bytes) -> dict[int, int]:
-    """The last value of each setting; raises `ConnectionFault` where the frame or a value is out of bounds."""
+def read_settings(payload: bytes) -> list[tuple[int, int]]:
+    """Settings and their values, in the frame's order; raises `ConnectionFault` where the frame or a value is out of bounds."""
     if len(payload) % _SETTING.size:
         raise ConnectionFault(Code.FRAME_SIZE_ERROR, f"SETTINGS of {len(payload)} bytes")
-    values: dict[int, int] = {}
-    for name, value in _SETTING.iter_unpack(payload):
+    values: list[tuple[int, int]] = list(_SETTING.iter_unpack(payload))
+    for name, value in values:
         if name == Setting.INITIAL_WINDOW_SIZE and value > MAX_WINDOW:
             raise ConnectionFault(Code.FLOW_CONTROL_ERROR, f"INITIAL_WINDOW_SIZE {value}")
         if name == Setting.MAX_FRAME_SIZE and not MIN_FRAME_BYTES <= value <= MAX_FRAME_BYTES:
             raise ConnectionFault(Code.PROTOCOL_ERROR, f"MAX_FRAME_SIZE {value}")
         if name == Setting.ENABLE_PUSH and value > 1:
             raise ConnectionFault(Code.PROTOCOL_ERROR, f"ENABLE_PUSH {value}")
-        values[name] = value
     return values
 
 
