@@ -234,6 +234,24 @@ def test_a_refused_stream_may_be_tried_again(make_pair: Any) -> None:
     assert pair.reset_with() == [(1, Code.REFUSED_STREAM)]
 
 
+def test_header_lists_of_open_streams_have_a_bound_in_bytes(
+    make_pair: Any, head_fields: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size = sum(len(name) + len(value) + 32 for name, value in head_fields)
+    monkeypatch.setattr(limits, "MAX_HEADER_BYTES", 2 * size + 1)
+    pair = make_pair()
+    first, _ = pair.opened(1), pair.opened(3)
+    pair.say(pair.request(5))
+    assert pair.reset_with() == [(5, Code.REFUSED_STREAM)]
+    pair.say(rst_stream(3, Code.CANCEL), pair.request(7), pair.request(9))
+    assert pair.reset_with() == [(9, Code.REFUSED_STREAM)]
+    pair.connection.end(first.stream, literal("grpc-status", "0"))
+    pair.heard()
+    pair.say(pair.request(11), pair.request(13, fields=[*head_fields, ("a", "b")]))
+    assert pair.reset_with() == [(13, Code.REFUSED_STREAM)]
+    assert [notes.stream.id for notes in pair.notes] == [1, 3, 7, 11]
+
+
 def test_pings_are_answered_and_unknown_frames_ignored(pair: Any) -> None:
     pair.say(
         frame(PING, 0, 0, b"12345678"), frame(PING, ACK, 0, bytes(8)), frame(42, 255, 9, b"?"), frame(PRIORITY, 0, 9, bytes(5))

@@ -204,9 +204,9 @@ impl Core {
         Ok(true)
     }
 
-    /// Whether there may be one more stream.
-    pub fn has_room(&self) -> bool {
-        self.streams.len() < self.limits.max_streams
+    /// Whether there may be one more stream, with these headers.
+    pub fn has_room(&self, head: &Head) -> bool {
+        self.streams.len() < self.limits.max_streams && self.header_bytes + head.size <= self.limits.max_header_bytes
     }
 
     /// A stream has its receiver; None refuses it.
@@ -215,7 +215,10 @@ impl Core {
         let outcome = match receiver {
             None => self.tax().and(Err(Fault::Stream(code::REFUSED_STREAM))),
             some => {
-                stream.borrow_mut(py).receiver = some;
+                let mut it = stream.borrow_mut(py);
+                it.receiver = some;
+                self.header_bytes += it.head.get().size;
+                drop(it);
                 self.streams.insert(id, stream.clone_ref(py));
                 if ends { self.end(py, &stream) } else { Ok(()) }
             }

@@ -33,6 +33,8 @@ pub enum Next<'a> {
 pub struct Core {
     /// Streams that we have not ended yet.
     pub streams: LinkedHashMap<u32, Py<Stream>>,
+    /// What the header lists of `streams` take.
+    pub(super) header_bytes: usize,
     pub egress: Egress,
     /// Ended by a fault: what is in `out` is the last.
     pub closed: bool,
@@ -77,6 +79,7 @@ impl Core {
         window_update(&mut egress.out, 0, limits.connection_window - DEFAULT_WINDOW);
         Core {
             streams: LinkedHashMap::new(),
+            header_bytes: 0,
             egress,
             closed: false,
             fault: String::new(),
@@ -288,6 +291,7 @@ impl Core {
         }
         keep(&mut self.farewells, stream.id, !stream.ended, self.limits.ended_kept);
         self.streams.remove(&stream.id);
+        self.header_bytes -= stream.head.get().size;
         stream.receiver = None;
         self.resets.give();
     }
@@ -303,6 +307,7 @@ impl Core {
     pub(super) fn gone(&mut self, py: Python<'_>, id: u32, code: u32) {
         if let Some(stream) = self.streams.remove(&id) {
             let mut it = stream.borrow_mut(py);
+            self.header_bytes -= it.head.get().size;
             self.egress.drop(&mut it);
             self.told.extend(it.receiver.take().map(|receiver| Told::Reset(receiver, code)));
         }

@@ -5,7 +5,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyString, PyTuple};
 
 use super::frames::{Outcome, broken, code};
-use super::hpack::{Decoder, Field, Unread};
+use super::hpack::{self, Decoder, Field, Unread};
 
 const CACHED_BLOCKS: usize = 256;
 const CACHED_BYTES: usize = 1024;
@@ -29,6 +29,8 @@ pub struct Head {
     /// It lacks pseudo-headers that a request has.
     pub missing: bool,
     pub malformed: bool,
+    /// Bytes, counted as RFC 9113 does.
+    pub size: usize,
 }
 
 #[pymethods]
@@ -66,9 +68,10 @@ impl Head {
             missing |= !pseudo.get_item(latin1(name))?.is_some_and(|value| value.is_truthy().unwrap_or(false));
         }
         let pairs = regular.iter().map(|(name, value)| (name.as_str(), value));
-        let fields = PyTuple::new(py, pairs.collect::<Vec<_>>())?.unbind();
+        let pairs = PyTuple::new(py, pairs.collect::<Vec<_>>())?.unbind();
+        let size = fields.iter().map(hpack::size).sum();
         let any_pseudo = !pseudo.is_empty();
-        Ok(Head { regular, fields, pseudo: pseudo.unbind(), content_length: length, any_pseudo, missing, malformed })
+        Ok(Head { regular, fields: pairs, pseudo: pseudo.unbind(), content_length: length, any_pseudo, missing, malformed, size })
     }
 }
 

@@ -3,7 +3,7 @@
 use std::borrow::Cow;
 use std::collections::VecDeque;
 
-/// Bytes that a field counts for besides its name and value (section 4.1).
+/// Bytes that a field counts for besides its name and value.
 const OVERHEAD: usize = 32;
 const DEFAULT_TABLE_BYTES: usize = 4096;
 /// After its prefix: enough for any length of ours.
@@ -11,6 +11,11 @@ const MOST_INTEGER_BYTES: usize = 5;
 
 /// A name and a value.
 pub type Field = (Cow<'static, [u8]>, Cow<'static, [u8]>);
+
+/// Bytes that a field counts for (section 4.1).
+pub fn size((name, value): &Field) -> usize {
+    name.len() + value.len() + OVERHEAD
+}
 
 /// Why a block has no fields.
 #[derive(Debug, PartialEq)]
@@ -65,7 +70,7 @@ impl Decoder {
             } else {
                 self.literal(&mut rest, 4)?
             };
-            size += field.0.len() + field.1.len() + OVERHEAD;
+            size += self::size(&field);
             if size > self.max_list_bytes {
                 return Err(Unread::TooLong);
             }
@@ -91,7 +96,7 @@ impl Decoder {
     }
 
     fn insert(&mut self, field: Field) {
-        self.size += field.0.len() + field.1.len() + OVERHEAD;
+        self.size += size(&field);
         self.entries.push_front(field);
         self.shrink();
     }
@@ -99,9 +104,9 @@ impl Decoder {
     /// Drops the oldest entries for which there is no room.
     fn shrink(&mut self) {
         while self.size > self.table_bytes
-            && let Some((name, value)) = self.entries.pop_back()
+            && let Some(oldest) = self.entries.pop_back()
         {
-            self.size -= name.len() + value.len() + OVERHEAD;
+            self.size -= size(&oldest);
         }
     }
 }

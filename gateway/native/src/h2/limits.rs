@@ -16,6 +16,8 @@ pub struct Limits {
     pub max_block_frames: usize,
     #[pyo3(attribute("MAX_LIST_BYTES"))]
     pub max_list_bytes: usize,
+    #[pyo3(attribute("MAX_HEADER_BYTES"))]
+    pub max_header_bytes: usize,
     #[pyo3(attribute("MAX_UNSENT_BYTES"))]
     pub max_unsent_bytes: usize,
     #[pyo3(attribute("WRITE_BYTES"))]

@@ -189,7 +189,8 @@ impl Calls for Bound<'_, Connection> {
             Ok(Some(Next::Open(stream, ends))) => {
                 let accept = {
                     let me = self.borrow();
-                    me.accept.as_ref().filter(|_| me.core.has_room()).map(|accept| accept.clone_ref(py))
+                    let room = me.core.has_room(stream.borrow(py).head.get());
+                    me.accept.as_ref().filter(|_| room).map(|accept| accept.clone_ref(py))
                 };
                 let receiver = accept.map(|accept| accept.call1(py, (&stream,))).transpose()?;
                 let receiver = receiver.filter(|receiver| !receiver.is_none(py));

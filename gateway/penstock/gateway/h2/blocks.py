@@ -38,6 +38,8 @@ class Head(msgspec.Struct, frozen=True, kw_only=True):
     pseudo: dict[str, str]
     first: dict[str, str]
     """The first value of each of `fields`."""
+    size: int
+    """Bytes, counted as RFC 9113 does."""
     missing: str = ""
     """What a request lacks of the pseudo-headers."""
     malformed: str = ""
@@ -196,6 +198,7 @@ def read_fields(fields: Fields) -> Head:
         fields=tuple(regular),
         pseudo=pseudo,
         first=dict(reversed(regular)),
+        size=sum(len(name) + len(value) + _FIELD_OVERHEAD for name, value in fields),
         missing=missing,
         malformed=malformed,
         content_length=length,

@@ -41,6 +41,8 @@ class Connection:
     def __init__(self, accept: Accept, cache: BlockCache, now: float) -> None:
         self.streams: dict[int, Stream] = {}
         """Streams that we have not ended yet."""
+        self._header_bytes = 0
+        """What the header lists of `streams` take."""
         self._egress = Egress(self._finished, now)
         self.closed = False
         """Ended by a fault: what is to be taken is the last."""
@@ -238,12 +240,14 @@ class Connection:
             self._tax()
             raise StreamFault(Code.PROTOCOL_ERROR, fields.malformed or f"no {fields.missing}")
         stream = Stream(stream_id, fields, self._egress.initial_window, limits.STREAM_WINDOW)
-        receiver = self._accept(stream) if len(self.streams) < limits.MAX_STREAMS else None
+        room = len(self.streams) < limits.MAX_STREAMS and self._header_bytes + fields.size <= limits.MAX_HEADER_BYTES
+        receiver = self._accept(stream) if room else None
         if receiver is None:
             self._tax()
             raise StreamFault(Code.REFUSED_STREAM, "too many streams")
         stream.receiver = receiver
         self.streams[stream_id] = stream
+        self._header_bytes += fields.size
         if ends:
             self._end(stream)
 
@@ -409,7 +413,7 @@ class Connection:
             self._out.append(frames.rst_stream(stream.id, Code.NO_ERROR))
             _keep(self._was_reset, stream.id, None)
         _keep(self._farewells, stream.id, not stream.ended)
-        del self.streams[stream.id]
+        self._forget(stream)
         self._resets.give()
 
     def _take_reset(self, stream: Stream) -> None:
@@ -418,10 +422,14 @@ class Connection:
             raise ConnectionFault(Code.ENHANCE_YOUR_CALM, "too many streams are opened to be reset")
 
     def _gone(self, stream: Stream, code: Code) -> None:
-        del self.streams[stream.id]
+        self._forget(stream)
         self._egress.drop(stream)
         assert stream.receiver is not None
         stream.receiver.reset(code)
+
+    def _forget(self, stream: Stream) -> None:
+        del self.streams[stream.id]
+        self._header_bytes -= stream.head.size
 
 
 def _keep(recent: dict[int, _T], stream_id: int, value: _T) -> None:

@@ -13,6 +13,8 @@ MAX_BLOCK_BYTES = 64 * 1024
 MAX_BLOCK_FRAMES = 32
 MAX_LIST_BYTES = 32 * 1024
 """A header list, counted as RFC 9113 does: names, values and 32 bytes each."""
+MAX_HEADER_BYTES = 256 * 1024 * 1024
+"""Header lists of the open streams of a connection, counted so: 2.6 kB each where there are `MAX_STREAMS`."""
 MAX_UNREAD_BYTES = 512 * 1024 * 1024
 """Messages, whole or in part, that calls of a connection have not taken yet."""
 MAX_UNSENT_BYTES = 256 * 1024 * 1024
