@@ -1,5 +1,6 @@
-"""Every benchmark that the Makefile names can begin."""
+"""Every benchmark that the Makefile names can begin, and the one of a device's host needs no device."""
 
+import os
 import re
 import subprocess
 import sys
@@ -25,3 +26,16 @@ def test_what_is_run_finds_what_it_imports(command: str, folder: Path) -> None:
     code = f"import sys; sys.path.insert(0, {str(folder)!r}); import {', '.join(names)}"
     done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_the_host_of_a_device_is_measured_without_one() -> None:
+    """Every step is one full graph, or `measure` raises."""
+    folder = ROOT / "benchmarks"
+    code = f"import sys; sys.path.insert(0, {str(folder)!r}); import bench_device_host; print(bench_device_host.measure(2))"
+    # As the Makefile runs it: launches of Triton's interpreter ask no driver.
+    environ = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=300, check=False, env=environ
+    )
+    assert done.returncode == 0, done.stderr
+    assert "'batch': 2" in done.stdout
