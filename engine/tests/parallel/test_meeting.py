@@ -21,6 +21,7 @@ from test_nodes import HOST, free_port
 
 from penstock.engine.config import ConfigError, ParallelConfig
 from penstock.engine.core.ipc.far_cores import FarCores
+from penstock.engine.core.ipc.forward import Forward
 from penstock.engine.core.ipc.stand_in import StandIn
 from penstock.engine.core.wave import Wave, Waves
 from penstock.engine.messages import CoreFailed, CoreInput, CoreOutput, CoreStart
@@ -201,6 +202,23 @@ def test_a_stand_in_of_a_core_that_is_gone_already_says_so():
     StandIn(start, port, here).run()
     assert port.told == [CoreFailed("data-parallel rank 1 (somewhere) is gone; the log of its node says why")]
     here.close()
+
+
+def test_a_forward_that_has_no_file_for_a_connection_takes_the_next(monkeypatch):
+    forward, usual, failures = Forward([f"tcp://{HOST}:*"], "--events-port"), socket.socket.accept, [1]
+
+    def accept(listener: socket.socket) -> tuple[socket.socket, object]:
+        if failures and listener.getsockname()[1] == forward.port:
+            failures.pop()
+            raise OSError(errno.EMFILE, "Too many open files")
+        return usual(listener)
+
+    monkeypatch.setattr(socket.socket, "accept", accept)
+    with socket.create_server((HOST, 0)) as target:
+        forward.open(target.getsockname())
+        with socket.create_connection((HOST, forward.port), 60) as client, target.accept()[0] as there:
+            there.sendall(b"a batch")
+            assert client.recv(99) == b"a batch" and not failures
 
 
 class Told:

@@ -14,7 +14,6 @@ import msgspec
 
 from penstock.api.load_report import LoadReport
 from penstock.api.merged_load import merged
-from penstock.engine import sampling
 from penstock.engine.args import EngineArgs
 from penstock.engine.commands import Command, Pause, ReloadWeights, Resume, Sleep, SyncAdapters
 from penstock.engine.config import ConfigError, EngineConfig, ModelConfig, PoolingConfig, SchedulingPolicy
@@ -23,9 +22,8 @@ from penstock.engine.core.ipc.inproc import InprocClient
 from penstock.engine.frontend.core_link import Core, CoreLink
 from penstock.engine.frontend.cores import core_clients
 from penstock.engine.frontend.data_parallel import combined, header_rank, pick
-from penstock.engine.frontend.detokenizer import Detokenizer
 from penstock.engine.frontend.errors import ApiError, unavailable
-from penstock.engine.frontend.generation import Choice, Generation, PromptLogprob
+from penstock.engine.frontend.generation import Generation
 from penstock.engine.frontend.observe.metrics import EngineMetrics
 from penstock.engine.frontend.openai.embeddings import embedding_of
 from penstock.engine.frontend.python.embedding_output import EmbeddingOutput, EmbeddingRequestOutput
@@ -42,6 +40,7 @@ from penstock.engine.frontend.python.prompts import (
     tokenize_chat,
 )
 from penstock.engine.frontend.python.request_output import OutputBuilder, RequestOutput, python_error, python_errors
+from penstock.engine.frontend.requests import begun
 from penstock.engine.frontend.spec import GenerationSpec
 from penstock.engine.frontend.vocabulary import Vocabulary
 from penstock.engine.messages import ADAPTER_GONE, AdapterInfo, AddRequest, CoreReady
@@ -436,47 +435,9 @@ class AsyncLLM:
             raise ApiError(400, message, param="priority")
 
     def _make(self, spec: GenerationSpec, rank: CoreLink) -> tuple[Generation, list[AddRequest]]:
-        choices: list[Choice] = []
-        adds: list[AddRequest] = []
-        granted, lora_id = spec.granted_priority if self._policy == "priority" else None, self._lora_id_on(rank, spec.lora_id)
-        for prompt, params in zip(spec.prompts, spec.sampling, strict=True):
-            scores: list[PromptLogprob | None] = [None] * len(prompt)
-            for k in range(spec.n):
-                index = next(self._numbers)
-                choices.append(
-                    Choice(
-                        index=index,
-                        number=len(choices),
-                        prompt_tokens=len(prompt),
-                        detokenizer=Detokenizer(self.vocabulary, prompt, spec.shown_tokens),
-                        stops=spec.stops,
-                        stop_token_ids=spec.client_stop_token_ids,
-                        num_logprobs=params.logprobs,
-                        min_tokens=params.min_tokens,
-                        interval=self.stream_interval,
-                        prompt_logprobs=scores if params.prompt_logprobs is not None else None,
-                        include_stop=spec.include_stop,
-                    )
-                )
-                adds.append(
-                    AddRequest(
-                        index=index,
-                        request_id=spec.request_id,
-                        prompt_token_ids=prompt,
-                        sampling=_of_choice(params, k),
-                        arrival_time=spec.arrival,
-                        priority=spec.priority if granted is None else granted,
-                        cache_salt=spec.cache_salt,
-                        lora_id=lora_id,
-                        tenant=spec.tenant,
-                        deadline=spec.deadline,
-                        grammar=spec.grammar,
-                        images=list(spec.images),
-                        remote=spec.remote,
-                        lends=spec.lends,
-                    )
-                )
-        return Generation(choices, spec.n, spec.stream, spec.arrival, spec.image_tokens, rank.rank), adds
+        granted = spec.granted_priority if self._policy == "priority" else None
+        numbers = self._numbers, rank.rank, self._lora_id_on(rank, spec.lora_id), spec.priority if granted is None else granted
+        return begun(spec, self.vocabulary, self.stream_interval, *numbers)
 
     def _lora_id_on(self, rank: CoreLink, lora_id: int) -> int:
         """A rank's number of an adapter that the first rank numbers so: each counts what it has loaded by itself."""
@@ -494,9 +455,3 @@ class AsyncLLM:
         if self.state is not State.FAILED:
             self.state, self._failure = State.FAILED, reason
         self.failed.set()
-
-
-def _of_choice(params: sampling.SamplingParams, k: int) -> sampling.SamplingParams:
-    """Each choice draws its own numbers; the prompt is scored for the first one alone."""
-    prompt_logprobs = params.prompt_logprobs if k == 0 else None
-    return msgspec.structs.replace(params, seed=(params.seed + k) % 2**63, prompt_logprobs=prompt_logprobs)

@@ -4,6 +4,7 @@ all data-parallel ranks."""
 import logging
 import socket
 import threading
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 
@@ -11,6 +12,7 @@ from penstock.engine.config import ConfigError
 
 _PIECE = 1 << 16
 _CONNECT_S = 10.0
+_RETRY_S = 0.5
 
 _log = logging.getLogger(__name__)
 
@@ -37,7 +39,12 @@ class Forward:
 
     def _accept(self, target: tuple[str, int]) -> None:
         while True:
-            client, _ = self._listener.accept()
+            try:
+                client, _ = self._listener.accept()
+            except OSError as error:  # too many open files: others close theirs
+                _log.warning("a connection on port %d cannot be taken: %s", self.port, error)
+                time.sleep(_RETRY_S)
+                continue
             try:
                 there = socket.create_connection(target, _CONNECT_S)
             except OSError as error:
