@@ -64,6 +64,20 @@ def pick(state: FleetState, name: str, now: float, tokens: int = 2000) -> Choice
     return choice
 
 
+def with_one_late(factor: float) -> tuple[FleetState, ReplicaKey]:
+    """A fleet in which each replica has answered as many requests, and one took `factor` times as long as it promised."""
+    state, late, promised_s = fleet(), KEYS[0], 4.0
+    first = pick(state, "first", NOW)  # times are kept from the first pick on
+    state.event(first.key, RequestFinished("first", "stop", 2000, 0, 5, ttft_s=first.ttft_s), NOW)
+    for turn in range(4):
+        for key in KEYS:
+            request = RequestView(id=f"{turn} {key.uid}", path="", model="m", prompts=(Prompt(2000),))
+            state.routed(MODEL, request, key, 0, NOW, promised_s)
+            taken_s = promised_s * (factor if key == late else 1.0)
+            state.event(key, RequestFinished(request.id, "stop", 2000, 0, 5, ttft_s=taken_s), NOW)
+    return state, late
+
+
 @pytest.mark.parametrize("age", [0.0, 7.0])
 def test_what_the_pick_promises_is_the_estimate_before_any_correction(age: float) -> None:
     state = fleet()
@@ -75,13 +89,8 @@ def test_what_the_pick_promises_is_the_estimate_before_any_correction(age: float
 
 
 def test_a_late_first_token_sends_the_next_request_elsewhere_until_it_is_forgotten() -> None:
-    state = fleet()
-    late = pick(state, "r0", NOW).key
+    state, late = with_one_late(10.0)
     others = [key for key in KEYS if key != late]
-    for turn in range(10):
-        choice = pick(state, f"r{turn}", NOW)
-        factor = 10.0 if choice.key == late else 1.0
-        state.event(choice.key, RequestFinished(f"r{turn}", "stop", 2000, 0, 5, ttft_s=factor * choice.ttft_s), NOW)
     for turn in range(20, 30):
         assert pick(state, f"r{turn}", NOW + 1).key in others
     assert 2 < state.correction(late) <= MOST
@@ -102,12 +111,7 @@ def test_no_absurd_time_leaves_a_figure_that_cannot_be_reckoned_with(ttft_s: flo
 
 
 def test_a_new_process_starts_without_a_record() -> None:
-    state = fleet()
-    late = pick(state, "r0", NOW).key
-    for turn in range(10):
-        choice = pick(state, f"r{turn}", NOW)
-        factor = 10.0 if choice.key == late else 1.0
-        state.event(choice.key, RequestFinished(f"r{turn}", "stop", 2000, 0, 5, ttft_s=factor * choice.ttft_s), NOW)
+    state, late = with_one_late(10.0)
     pick(state, "s", NOW + 1)
     assert state.correction(late) > 2
     state.restarted(late)
@@ -117,12 +121,7 @@ def test_a_new_process_starts_without_a_record() -> None:
 
 
 def test_the_terms_of_a_corrected_replica_add_up_to_its_cost() -> None:
-    state = fleet()
-    late = pick(state, "r0", NOW).key
-    for turn in range(6):
-        choice = pick(state, f"r{turn}", NOW)
-        factor = 6.0 if choice.key == late else 1.0
-        state.event(choice.key, RequestFinished(f"r{turn}", "stop", 2000, 0, 5, ttft_s=factor * choice.ttft_s), NOW)
+    state, late = with_one_late(6.0)
     ranked = {row.candidate.key: row for row in pick(state, "next", NOW + 1).ranked}
     assert state.correction(late) > 2
     for key, row in ranked.items():
