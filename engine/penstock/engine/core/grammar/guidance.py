@@ -3,7 +3,6 @@
 import itertools
 import json
 import threading
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +39,7 @@ class GuidanceMatcher:
         """The library's."""
         self.num_words = num_words
         self._consume, self.compute = matcher.consume_token, matcher.unsafe_compute_mask_ptr
+        self.forced = matcher.compute_ff_tokens
         self._mask = np.empty(num_words, np.int32)
         # To ask numpy for it takes longer than most masks.
         self._mask_at = self._mask.ctypes.data, self._mask.nbytes
@@ -65,10 +65,6 @@ class GuidanceMatcher:
     def copy(self) -> "GuidanceMatcher":
         """A matcher in the same state, which goes on by itself."""
         return GuidanceMatcher(self.inner.deep_copy(), self.num_words)
-
-    def forced(self) -> Sequence[int]:
-        """The tokens that must come next."""
-        return self.inner.compute_ff_tokens()
 
     def accept(self, token_id: int) -> bool:
         """Takes the next token, if the grammar allows it."""

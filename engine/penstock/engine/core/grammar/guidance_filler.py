@@ -30,7 +30,7 @@ class GuidanceFiller:
         bits: dict[int, int] = {}
         for token in eos_token_ids:
             bits[token // 32] = bits.get(token // 32, 0) | 1 << token % 32
-        self._eos = [(word, np.array(of, np.uint32).view(np.int32)) for word, of in bits.items()]
+        self._eos = [(word, np.uint32(of).view(np.int32)) for word, of in bits.items()]
         self._executor: LLExecutor | None = None
 
     def fill(self, guides: "Sequence[GrammarGuide]", masks: Int32, places: Sequence[int]) -> None:
@@ -43,21 +43,15 @@ class GuidanceFiller:
             wide = np.empty((len(guides), of_tokenizer), np.int32)
             self._compute(matchers, wide, range(len(guides)))
             masks[places] = wide[:, :words]
-        may_end = np.zeros(len(masks), np.bool_)
-        for word, bits in self._eos:
-            if word < words:
-                may_end |= (masks[:, word] & bits) != 0
-        ends = may_end.tolist()
+        ends = {place for word, bits in self._eos if word < words for place in (masks[:, word] & bits).nonzero()[0].tolist()}
         # Inside an answer there is nothing to do, which is cheaper to see than to do.
-        for guide, place in [
-            (guide, place)
-            for guide, place in zip(guides, places, strict=True)
-            if guide.adds_stops or (ends[place] and guide.changes_ends) or guide.matcher.inner.is_error()  # pyright: ignore
-        ]:
-            guide.complete(masks, place, may_end=ends[place])
+        for guide, place in zip(guides, places, strict=True):
+            if guide.adds_stops or (place in ends and guide.changes_ends) or guide.matcher.inner.is_error():  # pyright: ignore
+                guide.complete(masks, place)
 
     def _compute(self, matchers: "Sequence[GuidanceMatcher]", masks: Int32, places: Sequence[int]) -> None:
-        begin, size = masks.ctypes.data, masks.strides[0]
+        # numpy's `ctypes.data` takes longer than most masks.
+        begin, size = masks.__array_interface__["data"][0], masks.strides[0]
         if len(matchers) < PARALLEL_MASKS:
             for matcher, place in zip(matchers, places, strict=True):
                 matcher.compute(begin + place * size, size)

@@ -110,13 +110,12 @@ class GrammarGuide:
         if self._begin is not None and phase is Phase.OPENING and self.error is None:
             mask |= self._begin
 
-    def complete(self, masks: Int32, place: int, *, may_end: bool = True) -> None:
+    def complete(self, masks: Int32, place: int) -> None:
         """Adds the request's stop tokens to a mask that its matcher has written, and takes away EOS tokens that do not stop it.
 
         Args:
             masks: [m, words]; changed.
             place: Which of the m it is.
-            may_end: False: the mask has none of the model's EOS tokens.
         """
         if (error := self.matcher.error) is not None:
             # What is sampled now is not taken: the request fails with the step's result.
@@ -124,7 +123,7 @@ class GrammarGuide:
             masks[place] = _ALL
             return
         shut = self._no_stops
-        if may_end and shut is not None and (others := masks[place] & ~shut).any():
+        if shut is not None and (others := masks[place] & ~shut).any():
             masks[place] = others
         if self._more_stops is not None and self.matcher.is_accepting:
             masks[place] |= self._more_stops

@@ -30,7 +30,7 @@ class Filler(Protocol):
 
         Args:
             guides: Whose `filler` it is.
-            masks: [m, words], all bits set.
+            masks: [m, words]; those of the places are written whole.
             places: Which of the m is for which guide.
         """
         ...
@@ -161,7 +161,7 @@ class Guides:
             # Most steps of most batches: what is done for each row here, it does for each token.
             guides = [self._guides[row] for row in ints(plan.rows[at])]
             if (filler := guides[0].filler) is not None and all(guide.filler is filler for guide in guides):
-                bitmask = np.full((len(guides), words), _ALL, np.int32)
+                bitmask = np.empty((len(guides), words), np.int32)
                 filler.fill(guides, bitmask, range(len(guides)))
                 return SampleInputs(plan.step_id, at, bitmask)
         begins = np.zeros(len(plan.rows), np.int32)

@@ -25,7 +25,9 @@ from penstock.kernels.sampling.params import columns
 from penstock.kernels.sampling.rejection import settle
 
 _PATHS = tuple(Path)
-_PARTICULAR = len(_PATHS)
+_GUIDED = len(_PATHS)
+"""Of a row that asks for a token, perhaps under a mask."""
+_PARTICULAR = _GUIDED + 1
 """Of a row that asks for more than a token."""
 _NO_CHOICE = np.zeros(0, np.int64)
 
@@ -93,8 +95,8 @@ class Chooser:
         self._sampler.admit(row, params)
         self._adjusted[row] = self._adjustments.admit(row, token_ids, num_prompt_tokens, params)
         self._logprobs[row] = NO_LOGPROBS if params.logprobs is None else params.logprobs
-        particular = guided or self._adjusted[row] or params.logprobs is not None
-        self._ways[row] = _PARTICULAR if particular else path_of(params)
+        particular = self._adjusted[row] or params.logprobs is not None
+        self._ways[row] = _PARTICULAR if particular else _GUIDED if guided else path_of(params)
         self._prompt_logprobs[row] = NO_LOGPROBS if params.prompt_logprobs is None else params.prompt_logprobs
         (self._scored.discard if params.prompt_logprobs is None else self._scored.add)(row)
 
@@ -104,8 +106,11 @@ class Chooser:
 
     def plain(self, request_rows: Int32) -> Path | None:
         """Where a token is all that rows [k] ask for, their path: then `choose` comes to `sampler.sample`. Else None."""
-        way = int(self._ways[request_rows].max(initial=Path.GREEDY))
-        return None if way == _PARTICULAR else _PATHS[way]
+        way = self._way(request_rows)
+        return None if way >= _GUIDED else _PATHS[way]
+
+    def _way(self, request_rows: Int32) -> int:
+        return int(self._ways[request_rows].max(initial=Path.GREEDY))
 
     def choose(
         self,
@@ -130,14 +135,14 @@ class Chooser:
             ValueError: There are not as many masks as choices under a mask.
         """
         of = choosing.rows.request_rows
-        masked = _masked(choosing, inputs)
-        if not len(masked) and (path := self.plain(of)) is not None:
-            result = self._sampler.sample(logits, request_rows, positions, path)
-            self._settle(result, logits, self._sampler.params, drawn, request_rows, positions)
-            return Choice(result)
-        path = self._sampler.path(of)
+        way, masked = self._way(of), _masked(choosing, inputs)
+        path = _PATHS[way] if way < _GUIDED else self._sampler.path(of)
         adjusted, params = logits, self._sampler.params
         masks = self._upload_masks(choosing.at[masked], inputs.bitmask) if len(masked) else None
+        if way != _PARTICULAR and (masks is None or self._masks_alone(of, drawn)):
+            result = self._sampler.sample(logits, request_rows, positions, path, masks=masks)
+            self._settle(result, logits, params, drawn, request_rows, positions)
+            return Choice(result)
         if self._adjusted[of].any() or (masks is not None and not self._masks_alone(of, drawn)):
             adjusted, bad = self._sampler.ops.clean(logits)
             if masks is not None:
@@ -219,9 +224,11 @@ def _masked(choosing: Choosing, inputs: SampleInputs) -> Int64:
     """[l]: which of the choices are those of `inputs.bitmask`, in its order."""
     if not len(inputs.masked_rows):
         return _NO_CHOICE
+    if np.array_equal(inputs.masked_rows, choosing.plan_rows) and len(inputs.bitmask) == len(choosing.plan_rows):
+        return np.arange(len(inputs.bitmask))
     has_mask = np.zeros(1 + max(choosing.plan_rows.max(initial=0), inputs.masked_rows.max()), np.bool_)
     has_mask[inputs.masked_rows] = True
-    masked = np.flatnonzero(has_mask[choosing.plan_rows])
+    masked = has_mask[choosing.plan_rows].nonzero()[0]
     if len(masked) != len(inputs.bitmask):
         raise ValueError(f"{len(inputs.bitmask)} masks came for {len(masked)} choices")
     return masked
