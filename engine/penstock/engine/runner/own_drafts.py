@@ -80,12 +80,13 @@ class OwnDrafts:
         self._depth = DraftDepth(max_num_seqs, config.num_speculative_tokens, timings, hope, fill)
         self.drafts: Int32 = np.full((max_num_seqs, config.num_speculative_tokens), _PAD, np.int32)
         """[rows, K]: of each row's next step, -1 pads."""
+        self._places = np.arange(config.num_speculative_tokens)
         self._num_proposed: Int32 = np.zeros(max_num_seqs, np.int32)
         """[rows]: how many the proposer had. What stands behind those that are kept only fills a step up."""
         self._has_any = False
         """Whether `drafts` has a draft."""
-        self._own: Bool = np.zeros(self.drafts.shape, np.bool_)
-        """[rows, K]: which of `drafts` these are."""
+        self._num_own: Int32 = np.zeros(max_num_seqs, np.int32)
+        """[rows]: how many of `drafts` are the proposer's; what follows them fills a step up."""
         self._wanted: Bool = np.ones(max_num_seqs, np.bool_)
         """[rows]: whether the request lets itself be drafted for."""
         self._limits: Int32 = np.zeros(max_num_seqs, np.int32)
@@ -112,7 +113,7 @@ class OwnDrafts:
         for admission in plan.admissions:
             self._depth.admit(admission.row)
             self._proposer.begins(admission.row, admission.num_computed_tokens)
-            self.drafts[admission.row], self._own[admission.row] = _PAD, False
+            self.drafts[admission.row], self._num_own[admission.row] = _PAD, 0
             self._behind[admission.row] = False
             limit = admission.num_prompt_tokens + admission.sampling.max_tokens
             self._limits[admission.row] = min(limit, rows.token_ids.shape[1])
@@ -149,9 +150,8 @@ class OwnDrafts:
         """What the sampler must know of a step's drafts, [r, most of a row], as of `planned_drafts`; None: none was drawn."""
         if self._sampler is None or not self._sampler.draws.any():
             return None
-        given, known = choices_given(plan, drafts.shape[1]), min(drafts.shape[1], self._own.shape[1])
-        judged = np.zeros_like(given)
-        judged[:, :known] = self._own[plan.rows, :known] & (np.arange(known) < plan.num_drafts[:, None])
+        given = choices_given(plan, drafts.shape[1])
+        judged = np.arange(given.shape[1]) < np.minimum(self._num_own[plan.rows], plan.num_drafts)[:, None]
         judged[plan.draft_rows] = False  # these are a guide's
         judged &= given & self._sampler.draws[plan.rows][:, None]
         owners, places = judged.nonzero()
@@ -184,22 +184,18 @@ class OwnDrafts:
         rests = self._depth.rests(len(plan.rows))
         if rests and not self._has_any and known is None and self._all_rest(plan):
             return None
+        # Arrays are counted and not summed up or asked for any of theirs, which takes NumPy several times as long.
         goes_on = counts > 0
         if known is not None and self._known is not None:
             self._known[plan.rows[goes_on]] = known[goes_on]
         if len(plan.num_drafts):
-            own = goes_on.copy()
-            own[plan.draft_rows] = False  # what a guide forces says nothing of the proposer
-            of = plan.rows[own]
-            drafted = np.minimum(plan.num_drafts[own], self._num_proposed[of])
-            accepted, verified = np.minimum(counts[own] - 1, drafted), int(plan.num_drafts[own].sum())
-            self._depth.observe(of, drafted, accepted, len(plan.rows) - len(of), verified)
+            self._judge(plan, goes_on, counts)
         # The host knows of no drafts but those that it is told of: masks are for these alone.
         if self._has_any:
-            self.drafts[plan.rows], self._own[plan.rows] = _PAD, False
-            self._has_any = bool((self.drafts != _PAD).any())
+            self.drafts[plan.rows], self._num_own[plan.rows] = _PAD, 0
+            self._has_any = np.count_nonzero(self.drafts[:, 0] != _PAD) > 0
         asked, looks_up = goes_on & self._wanted[plan.rows], self._proposer.looks_up
-        if looks_up and (rests or not asked.any()):
+        if looks_up and (rests or not np.count_nonzero(asked)):
             return None
         began = self._clock.now()
         drafts = self._looked_up(plan, rows, asked) if looks_up else self._guessed(plan, rows, step, asked, rests=rests)
@@ -207,6 +203,17 @@ class OwnDrafts:
         if looks_up and drafts is None:
             self._depth.in_vain(len(plan.rows), self._clock.agree(self._guess_s))
         return drafts
+
+    def _judge(self, plan: StepPlan, goes_on: Bool, counts: Int32) -> None:
+        """Takes in how many of a step's drafts were accepted; arguments as of `propose`."""
+        own = goes_on
+        if len(plan.draft_rows):
+            own = goes_on.copy()
+            own[plan.draft_rows] = False  # what a guide forces says nothing of the proposer
+        of, verified = plan.rows[own], plan.num_drafts[own]
+        drafted = np.minimum(verified, self._num_proposed[of])
+        accepted = np.minimum(counts[own] - 1, drafted)
+        self._depth.observe(of, drafted, accepted, len(plan.rows) - len(of), sum(verified.tolist()))
 
     def _all_rest(self, plan: StepPlan) -> bool:
         """Takes in a step of a rest, if it had no drafts and nobody reads it. A small model's step takes so little time that each
@@ -220,14 +227,15 @@ class OwnDrafts:
     def _looked_up(self, plan: StepPlan, rows: RowTable, asked: Bool) -> Int32 | None:
         """As `propose`, of a proposer that looks drafts up: what it finds decides whether they pay."""
         of = plan.rows[asked]
-        proposed = self._proposed(rows, of, self.drafts.shape[1])
+        known = self._tokens(rows)[of]
+        proposed = self._proposed(rows, of, known, self.drafts.shape[1])
         if proposed is None:
             self._num_proposed[of] = 0
             self._depth.found_nothing(of)
             return None
         found, counts = proposed
         self._num_proposed[of] = counts
-        room = self._room(of, rows)
+        room = self._room(of, known)
         each = self._depth.choose(of, np.minimum(counts, room), len(plan.rows) - len(of))
         return None if each is None else self._kept(plan, of, found, np.array(each, np.int32), room, rows)
 
@@ -247,27 +255,32 @@ class OwnDrafts:
         most = self._depth.most(of, len(plan.rows) - len(of)) if len(of) and not rests else 0
         if not self._follow(rows, plan, step, asked if most else np.zeros_like(asked)) or not most:
             return None
-        proposed = self._proposed(rows, of, most)
+        known = self._tokens(rows)[of]
+        proposed = self._proposed(rows, of, known, most)
         if proposed is None:
             return None
         found, counts = proposed
         self._num_proposed[of] = counts
-        room = self._room(of, rows)
+        room = self._room(of, known)
         return self._kept(plan, of, found, np.minimum(counts, room), room, rows)
 
-    def _proposed(self, rows: RowTable, of: Int32, most: int) -> tuple[Int32, Int32] | None:
-        """[m, K]: what the proposer says of the rows `of`, [m], up to the first that is no token, and no more than `most`; and
-        [m]: how many that are. None: nothing. A step does without drafts where the proposer fails."""
+    def _proposed(self, rows: RowTable, of: Int32, known: Int32, most: int) -> tuple[Int32, Int32] | None:
+        """[m, K]: what the proposer says of the rows `of`, [m], of which so many tokens are `known`, up to the first that is no
+        token, and no more than `most`; and [m]: how many that are. None: nothing. A step does without drafts where the proposer
+        fails."""
         try:
-            drafts = self._proposer.propose(rows, of, self._tokens(rows)[of], most)
+            drafts = self._proposer.propose(rows, of, known, most)
         except Exception:
             log.exception("no drafts: the proposer failed")
-            return None
-        if drafts.max() < 0:
             return None
         fits = drafts.view(np.uint32) < self._vocab_size  # pads are above
         if most < drafts.shape[1]:
             fits[:, most:] = False
+        number = np.count_nonzero(fits)
+        if not number:
+            return None
+        if number == fits.size:
+            return drafts, np.full(len(of), most, np.int32)
         fits = np.logical_and.accumulate(fits, axis=1)
         return np.where(fits, drafts, np.int32(_PAD)), fits.sum(axis=1, dtype=np.int32)
 
@@ -282,26 +295,25 @@ class OwnDrafts:
             return False
         return True
 
-    def _room(self, of: Int32, rows: RowTable) -> Int32:
-        """[m]: drafts that the rows `of` have use for: a step gives a token beside them."""
-        return np.minimum(np.maximum(self._limits[of] - self._tokens(rows)[of] - 1, 0), self.drafts.shape[1])
+    def _room(self, of: Int32, known: Int32) -> Int32:
+        """[m]: drafts that the rows `of`, of which so many tokens are known, have use for: a step gives a token beside them."""
+        return np.minimum(np.maximum(self._limits[of] - known - 1, 0), self.drafts.shape[1])
 
     def _kept(self, plan: StepPlan, of: Int32, found: Int32, each: Int32, room: Int32, rows: RowTable) -> Int32 | None:
         """Keeps so many drafts, `each`, of the rows `of`, which have use for `room`, [m] all three."""
-        if not each.any():
+        if not np.count_nonzero(each):
             return None
-        places = np.arange(found.shape[1])
-        found[places >= each[:, None]] = _PAD
-        self._own[of], self._has_any = found >= 0, True
-        total = len(plan.rows) + int(each.sum())
+        found[self._places >= each[:, None]] = _PAD
+        self._num_own[of], self._has_any = each, True
+        total = len(plan.rows) + sum(each.tolist())
         more = self._depth.fill(len(plan.rows), total) - total
         if more and (free := np.cumsum(room - each))[-1] >= more:
             # What a step is filled up with is a guess like any other.
             ends = each + np.clip(more - free + room - each, 0, room - each)
             last = rows.token_ids[of, self._tokens(rows)[of] - 1]
-            found = np.where((places >= each[:, None]) & (places < ends[:, None]), last[:, None], found)
+            found = np.where((self._places >= each[:, None]) & (self._places < ends[:, None]), last[:, None], found)
         self.drafts[of] = found
-        return self.drafts[plan.rows]
+        return found if len(of) == len(plan.rows) else self.drafts[plan.rows]
 
 
 def measured_drafts(

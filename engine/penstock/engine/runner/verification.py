@@ -24,12 +24,10 @@ class Verified(NamedTuple):
     """[r, 1 + K]: the drafts accepted and the token after them; -1 pads."""
     counts: Int32
     """[r]: how many these are; 0 where the row does not sample."""
-    accepted: Int32
-    """[r]: how many of them are drafts."""
     kept: Bool
     """[m]: whether the row of logits has given one of them."""
     judged: Int32
-    """[r, RESULT]: the sampler's verdict on each row, from its rows of logits that are kept."""
+    """[r, RESULT]: the sampler's verdict on each row, from its rows of logits that are kept; its tokens are those above."""
 
 
 def planned_drafts(plan: StepPlan, own: Int32 | None) -> Int32:
@@ -42,15 +40,16 @@ def planned_drafts(plan: StepPlan, own: Int32 | None) -> Int32:
     Returns:
         [r, most of a row]: -1 pads, also where the runner has fewer than planned.
     """
-    drafts = np.full((len(plan.rows), int(plan.num_drafts.max(initial=0))), _NEVER, np.int32)
+    drafts = np.full((len(plan.rows), max(plan.num_drafts.tolist(), default=0)), _NEVER, np.int32)
     if own is not None:
         width = min(own.shape[1], drafts.shape[1])
         drafts[:, :width] = own[plan.rows, :width]
-    drafts[plan.draft_rows] = _NEVER
-    lengths = plan.num_drafts[plan.draft_rows]
-    owners = np.repeat(plan.draft_rows, lengths)
-    places = np.arange(len(owners)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-    drafts[owners, places] = plan.draft_ids
+    if len(plan.draft_rows):
+        drafts[plan.draft_rows] = _NEVER
+        lengths = plan.num_drafts[plan.draft_rows]
+        owners = plan.draft_rows.repeat(lengths)
+        places = np.arange(len(owners)) - (lengths.cumsum() - lengths).repeat(lengths)
+        drafts[owners, places] = plan.draft_ids
     drafts[np.arange(drafts.shape[1]) >= plan.num_drafts[:, None]] = _NEVER
     return drafts
 
@@ -66,8 +65,9 @@ def choices(plan: StepPlan) -> tuple[Int32, Int32]:
     """
     sampled = plan.samples.nonzero()[0].astype(np.int32)
     each = 1 + plan.num_drafts[sampled]
-    back = np.repeat(np.cumsum(each), each) - np.arange(each.sum()) - 1
-    return np.repeat(sampled, each), back.astype(np.int32)
+    which = sampled.repeat(each)
+    back = each.cumsum().repeat(each) - np.arange(1, 1 + len(which))
+    return which, back.astype(np.int32)
 
 
 def choices_given(plan: StepPlan, width: int) -> Bool:
@@ -86,11 +86,14 @@ def verify(plan: StepPlan, drafts: Int32, sampled: Int32) -> Verified:
     rows, width = len(plan.rows), drafts.shape[1]
     chosen, given = np.full((rows, width + 1), _NEVER, np.int32), choices_given(plan, width)
     chosen[given] = sampled[:, Column.TOKEN]
-    agree = (chosen[:, :width] == drafts) & (drafts != _NEVER) & given[:, :width]
-    accepted = np.cumprod(agree, axis=1, dtype=np.int32).sum(axis=1, dtype=np.int32)
-    counts = np.where(plan.samples, accepted + 1, 0).astype(np.int32)
-    kept = given & (np.arange(width + 1) < counts[:, None])
-    verdicts = np.zeros((rows, width + 1, sampled.shape[1]), np.int32)
-    verdicts[given] = sampled
-    verdicts[~kept] = 0
-    return Verified(np.where(kept, chosen, _NEVER), counts, accepted, kept[given], verdicts.max(axis=1))
+    differs = np.ones((rows, width + 1), np.bool_)
+    differs[:, :width] = (chosen[:, :width] != drafts) | (drafts == _NEVER)
+    counts = (differs.argmax(axis=1) + 1) * plan.samples
+    kept = np.arange(width + 1) < counts[:, None]
+    judged = np.zeros((rows, sampled.shape[1]), np.int32)
+    if np.count_nonzero(sampled[:, Column.NANS :]):
+        verdicts = np.zeros((rows, width + 1, sampled.shape[1]), np.int32)
+        verdicts[given] = sampled
+        verdicts[~kept] = 0
+        judged = verdicts.max(axis=1)
+    return Verified(np.where(kept, chosen, np.int32(_NEVER)), counts.astype(np.int32), kept[given], judged)

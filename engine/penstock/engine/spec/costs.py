@@ -22,6 +22,9 @@ _CLIP: Final = 2.0
 others use the machine; what stays so dear is believed in the end."""
 
 _Floats = npt.NDArray[np.float64]
+Place = tuple[int, float]
+"""Between two of the numbers whose cost is known: which of them is the first that is not below, and how near to it from the one
+before."""
 
 
 class Timing(NamedTuple):
@@ -61,9 +64,12 @@ class StepCosts:
 
     def of(self, num_rows: int, drafts: float) -> float:
         """Of a step with so many drafts of a row on average."""
+        return self.at(num_rows, [self.place(drafts)])[0]
+
+    def at(self, num_rows: int, places: Sequence[Place]) -> list[float]:
+        """As `of`, where the places of several numbers of drafts are known."""
         costs = self._costs[size_of(num_rows)]
-        at, weight = self._between(drafts)
-        return costs[at - 1] + weight * (costs[at] - costs[at - 1]) if at else 1.0
+        return [costs[at - 1] + weight * (costs[at] - costs[at - 1]) if at else 1.0 for at, weight in places]
 
     def in_steps(self, num_rows: int, seconds: float) -> float:
         """Seconds as multiples of a step without drafts."""
@@ -85,7 +91,7 @@ class StepCosts:
         costs, counts = self._costs[size], self._comparisons[size]
         expected = self.of(num_rows, drafts)
         surprise = min(max(self.in_steps(num_rows, seconds), expected / _CLIP), expected * _CLIP) - expected
-        at, weight = self._between(drafts)
+        at, weight = self.place(drafts)
         for knot, share in ((at, weight), (at - 1, 1 - weight)):
             if knot and share > 0:
                 counts[knot] += 1
@@ -97,8 +103,8 @@ class StepCosts:
         measured = self._measured[size]
         self._costs[size] = [cost + share * (was - cost) for cost, was in zip(self._costs[size], measured, strict=True)]
 
-    def _between(self, drafts: float) -> tuple[int, float]:
-        """The first number that is not below, and how near to it from the one before."""
+    def place(self, drafts: float) -> Place:
+        """Of so many drafts of a row on average."""
         at = bisect_left(self._knots, drafts, hi=len(self._knots) - 1)
         if not at:
             return 0, 1.0

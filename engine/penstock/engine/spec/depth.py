@@ -1,11 +1,11 @@
 """How many drafts pay: verifying makes a step longer, and gains a token only where a draft and all before it are accepted."""
 
 from collections.abc import Callable, Sequence
-from operator import itemgetter
+from itertools import accumulate, chain
 from typing import Final, NamedTuple
 
 from penstock.engine.core.plan import Int32
-from penstock.engine.spec.costs import StepCosts, Timing, size_of
+from penstock.engine.spec.costs import Place, StepCosts, Timing, size_of
 
 HOPE, HIGH_HOPE = 0.7, 0.9
 """Acceptance that is believed in before anything is known: of what stands in text, and of guesses of a model. These cost more:
@@ -31,7 +31,7 @@ _LONGEST_RUN: Final = 256
 """Steps with drafts, after which so many without are made."""
 _SHORTEST_RUN: Final = 16
 """The same where drafts gain little."""
-_COMPARING: Final = 0.005
+_COMPARING: Final = 0.0025
 """Of a step, a quarter of what such comparisons may cost in each: the less drafts gain, the sooner it is seen that they gain
 nothing."""
 _MARGIN: Final = 1.08
@@ -68,7 +68,13 @@ class _Best(NamedTuple):
     rate: float
 
 
-_chance = itemgetter(0)
+class _Filled(NamedTuple):
+    """Steps that are filled up to the same size, by the number of rows."""
+
+    drafts: list[int]
+    """Of all rows together, those that fill up among them; ascending."""
+    places: list[Place]
+    """Where the costs of such steps are."""
 
 
 Filling = Callable[[int, int], int]
@@ -135,6 +141,7 @@ class DraftDepth:
         self.fill = fill
         """How steps with drafts are filled up."""
         self.costs = StepCosts(max_num_seqs, self.depths, timings)
+        self._filled: dict[int, _Filled] = {}
         self._plain, self._compares = 0, False
         """Steps without drafts that were observed since there were some, and whether another one is looked for."""
         self._rest, self._rested, self._next_rest, self._run = 0, 0, 1, 0
@@ -240,7 +247,8 @@ class DraftDepth:
         """The most drafts that can pay for these rows, [m], beside so many that get none, however many a proposer has. It is one
         that reads every step, which is not free either, and makes as many of each row."""
         self._forget(rows, others)
-        best, chances, count = _Best(0, _UNLEARNED), [self._chances_of(at) for at in self._accepted(rows)], len(rows) + others
+        best, count = _Best(0, _UNLEARNED), len(rows) + others
+        chances = self._chances_of_each(rows.tolist(), [self.depths[-1]] * len(rows))
         for depth in self.depths[1:]:
             rate = self._rate(count, depth * len(rows), count + sum(sum(of[:depth]) for of in chances))
             if rate > best.rate:
@@ -281,14 +289,14 @@ class DraftDepth:
             others: Rows beside these.
         """
         self._forget(rows, others)
-        offers = proposed.tolist()
+        offers, named = proposed.tolist(), rows.tolist()
+        count = len(offers) + others
         self._offered += _OFFERED * (sum(offers) / len(offers) - self._offered)
-        acceptance = self._accepted(rows)
-        ranked = self._ranked(acceptance, offers)
-        best = self._best(ranked, len(offers) + others)
+        chances = self._chances_of_each(named, offers)
+        best = self._best(chances, count)
         if not best.drafts:
             # Where more drafts would pay, it is the proposer that has too few, and its text may begin to repeat at any token.
-            would = self._best(self._ranked(acceptance, [self.depths[-1]] * len(offers)), len(offers) + others)
+            would = self._best(self._chances_of_each(named, [self.depths[-1]] * len(named)), count)
             self._begin_rest(self._wait if would.drafts else _LONGEST_REST)
             return None
         if not self._has_credit:
@@ -296,12 +304,7 @@ class DraftDepth:
             self._begin_rest(_LONGEST_REST)
             return None
         self._next_rest = 1
-        if self._compared(best):
-            return None
-        each = [0] * len(offers)
-        for _, at in ranked[: best.drafts]:
-            each[at] += 1
-        return each
+        return None if self._compared(best) else _likeliest(chances, best.drafts)
 
     def _compared(self, best: _Best) -> bool:
         """Whether it is time for steps without drafts, which those with drafts are compared with."""
@@ -316,35 +319,56 @@ class DraftDepth:
         self._rest = min(self._next_rest, most)
         self._next_rest = min(2 * self._rest, most)
 
-    def _accepted(self, rows: Int32) -> list[float]:
-        return [self._acceptance[row] for row in rows.tolist()]
-
     def _chances_of(self, acceptance: float) -> list[float]:
         return self._chances[int(_STEPS_OF_ACCEPTANCE * acceptance)]
 
-    def _ranked(self, acceptance: Sequence[float], offers: Sequence[int]) -> list[tuple[float, int]]:
-        """All drafts, the likeliest first: how likely each is accepted, and whose it is, by place in `offers`."""
-        chances = [self._chances_of(at)[:has] for at, has in zip(acceptance, offers, strict=True)]
-        ranked = [(chance, at) for at, of in enumerate(chances) for chance in of]
-        ranked.sort(key=_chance, reverse=True)
-        return ranked
+    def _chances_of_each(self, rows: Sequence[int], offers: Sequence[int]) -> list[list[float]]:
+        """Of each row how likely its drafts are accepted, one after the other, as many as there are."""
+        chances, acceptance = self._chances, self._acceptance
+        return [chances[int(_STEPS_OF_ACCEPTANCE * acceptance[row])][:has] for row, has in zip(rows, offers, strict=True)]
 
-    def _best(self, ranked: Sequence[tuple[float, int]], num_rows: int) -> _Best:
-        """As many of these drafts as make the most tokens a second; none where they do not make clearly more than no drafts."""
-        best, made, taken = _Best(0, _MARGIN), float(num_rows), 0
-        while taken < len(ranked):
-            size = self.fill(num_rows, num_rows + taken + 1)
-            for chance, _ in ranked[taken : size - num_rows]:
-                made += chance
-            taken = min(size - num_rows, len(ranked))
-            rate = self._rate(num_rows, size - num_rows, made)
-            if rate > best.rate:
-                best = _Best(taken, rate)
-        return best
+    def _best(self, chances: Sequence[Sequence[float]], num_rows: int) -> _Best:
+        """As many of these drafts, the likeliest, as make the most tokens a second; none where they do not make clearly more than
+        no drafts."""
+        best, best_rate = 0, _MARGIN
+        made = list(accumulate(sorted(chain.from_iterable(chances), reverse=True), initial=float(num_rows)))
+        most, filled = len(made) - 1, self._filled_up(num_rows)
+        if most:
+            for drafts, cost in zip(filled.drafts, self.costs.at(num_rows, filled.places), strict=True):
+                taken = min(drafts, most)
+                rate = made[taken] / (cost * num_rows)
+                if rate > best_rate:
+                    best, best_rate = taken, rate
+                if taken == most:
+                    break
+        return _Best(best, best_rate)
+
+    def _filled_up(self, num_rows: int) -> _Filled:
+        """The sizes to which steps of so many rows with drafts are filled up."""
+        filled = self._filled.get(num_rows)
+        if filled is None:
+            drafts, most = [0], num_rows * self.depths[-1]
+            while drafts[-1] < most:
+                drafts.append(self.fill(num_rows, num_rows + drafts[-1] + 1) - num_rows)
+            filled = _Filled(drafts[1:], [self.costs.place(number / num_rows) for number in drafts[1:]])
+            self._filled[num_rows] = filled
+        return filled
 
     def _rate(self, num_rows: int, drafts: int, made: float) -> float:
         """Tokens a second of a step with so many drafts that makes so many tokens, as a multiple of those without drafts."""
         return made / (self.costs.of(num_rows, drafts / num_rows) * num_rows)
+
+
+def _likeliest(chances: Sequence[Sequence[float]], number: int) -> list[int]:
+    """How many drafts of each row are among so many likeliest ones; of equally likely ones those of the first rows."""
+    each = [len(of) for of in chances]
+    if number == sum(each):
+        return each
+    owners = [at for at, has in enumerate(each) for _ in range(has)]
+    every, each = list(chain.from_iterable(chances)), [0] * len(chances)
+    for draft in sorted(range(len(every)), key=every.__getitem__, reverse=True)[:number]:
+        each[owners[draft]] += 1
+    return each
 
 
 def depths(num_drafts: int) -> list[int]:

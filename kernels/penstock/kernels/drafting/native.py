@@ -34,13 +34,13 @@ class NativeDrafting:
         for name, (arguments, result) in _SIGNATURES.items():
             function = getattr(self._library, name)
             function.argtypes, function.restype = arguments, result
+        self._table = _Table()
 
     def ngram_drafts(self, token_ids: Int32, rows: Int32, lengths: Int32, shortest: int, longest: int, most: int) -> Int32:
         """See the reference."""
         drafts = np.empty((len(rows), most), np.int32)
-        table, named, sizes = _checked(token_ids, rows, lengths)
-        sizes_of = (len(rows), shortest, longest, most)
-        self._library.penstock_ngram_drafts(*table, named.ctypes.data, sizes.ctypes.data, *sizes_of, drafts.ctypes.data)
+        pointers, limits = (*self._table.of(token_ids), _ints(rows), _ints(lengths)), (len(rows), shortest, longest, most)
+        self._library.penstock_ngram_drafts(*pointers, *limits, drafts.ctypes.data)
         return drafts
 
     def history(self, max_sequences: int, capacity: int, depth: int) -> "NativeSuffixHistory":
@@ -52,7 +52,7 @@ class NativeSuffixHistory:
     """See the reference's `SuffixHistory`."""
 
     def __init__(self, library: Any, max_sequences: int, capacity: int, depth: int) -> None:
-        self._library, self._depth = library, depth
+        self._library, self._depth, self._table = library, depth, _Table()
         self._handle = library.penstock_suffix_new(max_sequences, capacity, depth)
         weakref.finalize(self, library.penstock_suffix_free, self._handle)
 
@@ -64,15 +64,27 @@ class NativeSuffixHistory:
     def drafts(self, token_ids: Int32, rows: Int32, lengths: Int32, most: int, factor: float, min_probability: float) -> Int32:
         """See the reference."""
         drafts = np.empty((len(rows), most), np.int32)
-        table, named, sizes = _checked(token_ids, rows, lengths)
+        pointers = (*self._table.of(token_ids), _ints(rows), _ints(lengths))
         limits = (len(rows), self._depth, most, factor, min_probability)
-        pointers = (named.ctypes.data, sizes.ctypes.data)
-        self._library.penstock_suffix_drafts(self._handle, *table, *pointers, *limits, drafts.ctypes.data)
+        self._library.penstock_suffix_drafts(self._handle, *pointers, *limits, drafts.ctypes.data)
         return drafts
 
 
-def _checked(token_ids: Int32, rows: Int32, lengths: Int32) -> tuple[tuple[int, int], Int32, Int32]:
-    """The table's address and stride, and arrays as the library reads them."""
-    assert token_ids.dtype == np.int32 and token_ids.flags.c_contiguous
-    table = (token_ids.ctypes.data, token_ids.shape[1])
-    return table, np.ascontiguousarray(rows, np.int32), np.ascontiguousarray(lengths, np.int32)
+class _Table:
+    """The table of the last call, which is that of the next one: NumPy's address of it takes as long as a row's drafts."""
+
+    def __init__(self) -> None:
+        self._last: Int32 | None = None
+        self._found = (0, 0)
+
+    def of(self, token_ids: Int32) -> tuple[int, int]:
+        """Its address and its stride."""
+        if token_ids is not self._last:
+            assert token_ids.dtype == np.int32 and token_ids.flags.c_contiguous
+            self._last, self._found = token_ids, (token_ids.ctypes.data, token_ids.shape[1])
+        return self._found
+
+
+def _ints(values: Int32) -> bytes:
+    """As the library reads them: a copy costs less than an address."""
+    return values.astype(np.int32, copy=False).tobytes()
