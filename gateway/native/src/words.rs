@@ -4,6 +4,7 @@
 //! remembered are asked for; see `Words::read`.
 
 use std::hash::BuildHasher;
+use std::hint::black_box;
 
 use hashbrown::{DefaultHashBuilder, HashMap, HashTable};
 
@@ -16,6 +17,8 @@ const ROOM: usize = 28;
 /// Texts that are asked for one by one in a call. Beyond it the rest of a piece is asked for as one: to the tokenizer many short texts
 /// cost more than a long one.
 const MOST_ASKED: usize = 64;
+/// Words that are looked up together.
+const TOGETHER: usize = 16;
 
 /// A word and its tokens, side by side: looking up words by lot is a matter of how much memory each touches.
 #[repr(align(32))]
@@ -113,6 +116,14 @@ impl Read {
     }
 }
 
+/// A word of a piece, and what it begins.
+#[derive(Clone, Copy, Default)]
+struct Next<'a> {
+    word: &'a str,
+    rest: &'a str,
+    hash: u64,
+}
+
 /// What the tokenizer is asked for in one call.
 #[derive(Default)]
 pub struct Asked<'a> {
@@ -151,21 +162,42 @@ impl Words {
     /// Reads a piece by its words; adds to `asked` what is not remembered of it.
     pub fn read<'a>(&mut self, mut words: PieceWords<'a, '_>, asked: &mut Asked<'a>) -> Read {
         let mut read = Read { ids: Vec::with_capacity(words.rest().len() / 2), gaps: Vec::new() };
+        let mut next = [Next::default(); TOGETHER];
         loop {
-            let rest = words.rest();
-            let Some(word) = words.next() else { return read };
-            if self.known(word.as_bytes(), &mut read.ids) {
-                continue;
+            let count = self.fetch(&mut words, &mut next);
+            for &Next { word, rest, hash } in &next[..count] {
+                if self.known(hash, word.as_bytes(), &mut read.ids) {
+                    continue;
+                }
+                if asked.texts.len() < MOST_ASKED {
+                    read.gaps.push((read.ids.len(), asked.word(word)));
+                } else if let Some(&which) = asked.words.get(word) {
+                    read.gaps.push((read.ids.len(), which));
+                } else {
+                    read.gaps.push((read.ids.len(), asked.text(rest)));
+                    return read;
+                }
             }
-            if asked.texts.len() < MOST_ASKED {
-                read.gaps.push((read.ids.len(), asked.word(word)));
-            } else if let Some(&which) = asked.words.get(word) {
-                read.gaps.push((read.ids.len(), which));
-            } else {
-                read.gaps.push((read.ids.len(), asked.text(rest)));
+            if count < TOGETHER {
                 return read;
             }
         }
+    }
+
+    /// Fills `next` with the next words; returns how many there are. Has the memory of all their places in the table come at the same
+    /// time: to wait for one after the other is what looking up words costs.
+    fn fetch<'a>(&self, words: &mut PieceWords<'a, '_>, next: &mut [Next<'a>; TOGETHER]) -> usize {
+        let mut count = 0;
+        for it in next.iter_mut() {
+            let rest = words.rest();
+            let Some(word) = words.next() else { break };
+            *it = Next { word, rest, hash: self.hasher.hash_one(word.as_bytes()) };
+            count += 1;
+        }
+        for it in &next[..count] {
+            black_box(self.young.words.find(it.hash, |_| true).map(|word| word.length));
+        }
+        count
     }
 
     /// Remembers the words among what was asked for.
@@ -177,8 +209,7 @@ impl Words {
         }
     }
 
-    fn known(&mut self, text: &[u8], into: &mut Vec<u32>) -> bool {
-        let hash = self.hasher.hash_one(text);
+    fn known(&mut self, hash: u64, text: &[u8], into: &mut Vec<u32>) -> bool {
         if let Some(ids) = self.young.find(hash, text) {
             into.extend(numbers(ids));
             return true;
@@ -216,7 +247,7 @@ mod tests {
 
     fn known(memo: &mut Words, text: &str) -> Option<Vec<u32>> {
         let mut ids = Vec::new();
-        memo.known(text.as_bytes(), &mut ids).then_some(ids)
+        memo.known(memo.hasher.hash_one(text.as_bytes()), text.as_bytes(), &mut ids).then_some(ids)
     }
 
     #[test]
