@@ -126,7 +126,7 @@ def test_a_files_gpu_tests_are_collected_by_name(file, option):
 def test_sampling_is_held_to_one_read_of_the_logits():
     found = sampling.measure("cpu", rows=3, vocab=200, clock=HostClock(), ops=CPU)
     assert [row["kind"] for row in found["rows"]] == list(sampling.KINDS)
-    assert found["value"] > 0 and found["rows"][0]["over_a_read"] > 0
+    assert found["value"] > 0 and found["rows"][0]["over_a_read"] > 0 and found["rows"][0]["bfloat16_us"] > 0
 
 
 def test_the_best_launch_is_told_beside_the_tables_own():

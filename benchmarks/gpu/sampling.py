@@ -18,7 +18,9 @@ KINDS = {
     "top_k 50, top_p 0.9": SamplingParams(max_tokens=1, temperature=0.8, top_k=50, top_p=0.9, seed=1),
     "top_p 0.95": SamplingParams(max_tokens=1, temperature=1.0, top_p=0.95, seed=1),
     "min_p 0.02": SamplingParams(max_tokens=1, temperature=1.0, min_p=0.02, seed=1),
+    "top_p 0.99 of a flat row": SamplingParams(max_tokens=1, temperature=2.0, top_p=0.99, seed=1),
 }
+"""The last is one for which a row is read again and again: its candidates do not tell what is left."""
 GATED = "top_k 50, top_p 0.9"
 
 
@@ -34,6 +36,7 @@ def measure(
     """The figure's value is the time of the gated kind, in microseconds."""
     clock = clock or CudaClock()
     logits = torch.randn(rows, vocab, device=clock.device) * 4
+    halves = logits.bfloat16()
     numbers = logits.view(torch.int32).flatten()
     floor = clock.seconds(lambda: read_stream(numbers))
     request_rows = torch.arange(rows, dtype=torch.int32, device=clock.device)
@@ -45,8 +48,11 @@ def measure(
         changed, words = sampler.take_changes()
         sampler.params[torch.from_numpy(changed).long()] = torch.from_numpy(words).to(clock.device)
         path = path_of(KINDS[kind])
-        seconds = clock.seconds(lambda sampler=sampler, path=path: sampler.sample(logits, request_rows, request_rows, path))
-        found.append({"kind": kind, "us": 1e6 * seconds, "over_a_read": seconds / floor})
+        took = [
+            clock.seconds(lambda of=of, sampler=sampler, path=path: sampler.sample(of, request_rows, request_rows, path))
+            for of in (logits, halves)
+        ]
+        found.append({"kind": kind, "us": 1e6 * took[0], "over_a_read": took[0] / floor, "bfloat16_us": 1e6 * took[1]})
     [gated] = [row for row in found if row["kind"] == GATED]
     bound = f"{gated['over_a_read']:.1f} times the time of one read of the logits ({1e6 * floor:.0f} us)"
     return {"value": gated["us"], "bound_by": bound, "floor_us": 1e6 * floor, "rows": found}

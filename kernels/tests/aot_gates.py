@@ -154,6 +154,11 @@ def _pipeline(assembly: str) -> dict[str, object]:
     }
 
 
+def _ahead(assembly: str) -> int:
+    """How many loads may still be on their way when others have arrived, of all waits the most; 0 where each is waited for."""
+    return max((int(left, 16) for left in re.findall(r"DEPBAR\.LE SB0, 0x(\w+)", assembly)), default=0)
+
+
 def _waits(ptx: str) -> bool:
     """Whether a kernel begins by waiting for those before it: nothing of memory is read or written before, no path leads around
     it, and only then may others begin."""
@@ -171,6 +176,8 @@ def _took(kernel: CompiledKernel) -> dict[str, object]:
         ("paged_attention_", "_prefix_attention", "latent_attention", "_few_rows")
     ):  # to disassemble all takes longer than to compile them
         took |= _pipeline(kernel.assembly())
+    if kernel.name == "wide_kernel":
+        took["ahead"] = _ahead(kernel.assembly())
     return took
 
 

@@ -25,7 +25,7 @@ REGISTERS = {
     "_lora_shrink_kernel": 224,
     "_lora_expand_kernel": 224,
     "scan_kernel": 128,  # of 256 threads: two programs a multiprocessor
-    "choose_kernel": 168,
+    "choose_kernel": 128,  # of 256 threads: two programs a multiprocessor
     "wide_kernel": 128,
     "logprobs_kernel": 80,
     "count_kernel": 64,
@@ -96,6 +96,11 @@ def test_attention_multiplies_while_further_tiles_are_on_their_way(compiled):
 def test_linear_layers_of_few_rows_have_three_tiles_of_weights_on_their_way(compiled):
     of = [kernel["depth"] for kernel in compiled if kernel["name"] == "_few_rows_kernel"]
     assert len(of) >= 4 and min(of) >= 6
+
+
+def test_a_row_that_is_read_again_is_asked_for_ahead(compiled):
+    of = [kernel["ahead"] for kernel in compiled if kernel["name"] == "wide_kernel"]
+    assert len(of) >= 2 and min(of) >= 1
 
 
 def test_numbers_of_eight_bits_are_widened_several_at_a_time(compiled):

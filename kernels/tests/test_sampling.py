@@ -123,6 +123,18 @@ def test_a_tile_finds_its_likeliest_tokens_in_few_looks(monkeypatch, interpreted
     assert 4 < len(looks) / buffers.tile_max.shape[1] <= 8
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_row_is_chosen_from_its_candidates_in_few_looks(monkeypatch, interpreted, dtype):
+    """Two limits, the last of equals at each, and a token. To bisect over all bits of a float32, and over all ids, takes 82."""
+    torch.manual_seed(0)
+    looks, middle = [], device_parts.middle
+    logits, table = (3 * torch.randn(1, 151_936)).to(dtype), torch.tensor([words(top_k=50, top_p=0.9017)], dtype=torch.int32)
+    monkeypatch.setattr(device_parts, "middle", lambda low, high: looks.append(low) or middle(low, high))
+    row, buffers = torch.zeros(1, dtype=torch.int32), SamplingBuffers.allocate(1, 151_936, torch.device("cpu"))
+    triton.sample(logits, row, row, table, buffers, Path.FILTERED)
+    assert 4 < len(looks) <= 70
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_tiles_hand_on_the_likeliest_of_equals_negatives_and_masked_ones(triton_device, dtype):
     """What a tile keeps, and the greatest that it keeps back; the last of two tiles is not full."""

@@ -13,6 +13,7 @@ from penstock.kernels.sampling.device import (
     first_exceeding,
     highest_reaching,
     kept,
+    key_of,
     temperature_of,
     uniform_of,
 )
@@ -23,9 +24,10 @@ def choose_kernel(
     logits, row_stride, rows, positions, table, result, threshold, last_id, tile_max, tile_argmax, tile_bad, tile_cut,
     chunk_mass, candidates, candidate_ids, wide,
     VOCAB: tl.constexpr, TILES: tl.constexpr, TILES_PAD: tl.constexpr, CHUNKS: tl.constexpr, CHUNKS_PAD: tl.constexpr,
-    CHUNK: tl.constexpr, CANDIDATES: tl.constexpr, DRAW: tl.constexpr, FILTER: tl.constexpr, EARLY: tl.constexpr,
+    CHUNK: tl.constexpr, CANDIDATES: tl.constexpr, DRAW: tl.constexpr, FILTER: tl.constexpr, SHIFT: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Grid (m); sets `wide` where the candidates do not say what the filters leave."""
+    """Grid (m); sets `wide` where the candidates do not say what the filters leave. SHIFT: see `scan_kernel`."""
     wait(EARLY)
     row = tl.program_id(0).to(tl.int64)
     tile = tl.arange(0, TILES_PAD)
@@ -33,7 +35,6 @@ def choose_kernel(
     tops = tl.load(tile_max + row * TILES + tile, has, float("-inf"))
     most = tl.max(tops, 0)
     token = tl.min(tl.where((tops == most) & has, tl.load(tile_argmax + row * TILES + tile, has, 0), VOCAB), 0)
-    bad = tl.load(tile_bad + row * TILES + tile, has, 0)
     limit, last = tl.full([], float("-inf"), tl.float32), tl.full([], VOCAB, tl.int32)
     undecided = tl.zeros([], tl.int32)
     if DRAW:
@@ -45,20 +46,22 @@ def choose_kernel(
             chunk = tl.arange(0, CHUNKS_PAD)
             mass = _rescaled(chunk_mass + row * CHUNKS, tile_max + row * TILES, chunk, temperature, base, TILES, CHUNKS)
             log_min_p, top_k, top_p = filters_of(table, request)
+            total = tl.sum(mass, 0)
             plain = True
             if FILTER:
                 plain = (log_min_p == float("-inf")) & (top_k <= 0) & (top_p >= 1)
-                if not plain:
-                    cut = tl.div_rn(tl.max(tl.load(tile_cut + row * TILES + tile, has, float("-inf")), 0), temperature)
-                    at = tl.arange(0, TILES_PAD * CANDIDATES)
-                    there = at < TILES * CANDIDATES
-                    value = tl.load(candidates + row * TILES * CANDIDATES + at, there, float("-inf"))
-                    ids = tl.load(candidate_ids + row * TILES * CANDIDATES + at, there, 0)
-                    token, limit, last, undecided = _among_candidates(
-                        tl.div_rn(value, temperature), ids, base, cut, tl.sum(mass, 0), log_min_p, top_k, top_p, random,
-                        VOCAB, CANDIDATES)  # fmt: skip
+            # Of the two forms the first, so that chunks leave their registers to candidates.
             if plain:
                 token = _among_all(logits + row * row_stride, chunk, mass, temperature, base, random, VOCAB, CHUNK)
+            if FILTER and not plain:
+                cut = tl.div_rn(tl.max(tl.load(tile_cut + row * TILES + tile, has, float("-inf")), 0), temperature)
+                at = tl.arange(0, TILES_PAD * CANDIDATES)
+                there = at < TILES * CANDIDATES
+                value = tl.load(candidates + row * TILES * CANDIDATES + at, there, float("-inf"))
+                token, limit, last, undecided = _among_candidates(
+                    tl.div_rn(value, temperature), key_of(value) >> SHIFT, candidate_ids + row * TILES * CANDIDATES + at, there,
+                    base, key_of(most) >> SHIFT, cut, total, log_min_p, top_k, top_p, random, VOCAB, CANDIDATES)  # fmt: skip
+    bad = tl.load(tile_bad + row * TILES + tile, has, 0)
     to = result + row * 4
     tl.store(to, token)
     tl.store(to + 1, tl.sum(bad & 0xFFFF, 0))
@@ -100,20 +103,21 @@ def _among_all(logits, chunk, mass, temperature, base, random, VOCAB: tl.constex
 
 @triton.jit
 def _among_candidates(
-    value, ids, base, cut, total, log_min_p, top_k, top_p, random, VOCAB: tl.constexpr, CANDIDATES: tl.constexpr
-):
-    """Token, limit and last id of what the filters leave; and whether tokens that are no candidates could have a say."""
+    value, key, ids, there, base, high, cut, total, log_min_p, top_k, top_p, random,
+    VOCAB: tl.constexpr, CANDIDATES: tl.constexpr,
+):  # fmt: skip
+    """Token, limit and last id of what the filters leave; and whether tokens that are no candidates could have a say. Keys are in
+    the order of logits, up to `high`. `ids`: where they lie; read again whenever they are used, for want of registers."""
     floor = base + log_min_p
     alive = (value >= floor) & (value > float("-inf"))
     certain = (floor > cut) | (cut == float("-inf")) | ((top_k > 0) & (top_k <= CANDIDATES))
     limited = (top_k > 0) & (top_k < VOCAB)
     if limited & (tl.sum(alive.to(tl.int32), 0) > top_k):
         weight = alive.to(tl.float64)
-        low = tl.min(tl.where(alive, value, float("inf")), 0)
-        limit = highest_reaching(value, weight, top_k.to(tl.float64), low, base)
+        limit = highest_reaching(value, key, weight, top_k.to(tl.float64), high)
         left = top_k - tl.sum((alive & (value > limit)).to(tl.int32), 0)
-        last = first_exceeding(ids, tl.where(value == limit, weight, 0.0), left.to(tl.float64) - 0.5)
-        alive = alive & kept(value, ids, limit, last)
+        last = first_exceeding(tl.load(ids, there, 0), tl.where(value == limit, weight, 0.0), left.to(tl.float64) - 0.5)
+        alive = alive & kept(value, tl.load(ids, there, 0), limit, last)
         certain = certain | (limit > cut)
     mass = tl.where(alive, tl.exp(value - base).to(tl.float64), 0.0)
     if top_p < 1:
@@ -121,19 +125,18 @@ def _among_candidates(
         open_ended = (log_min_p == float("-inf")) & (limited == 0)
         goal = top_p * tl.where(open_ended, total, tl.sum(mass, 0))
         if tl.sum(mass, 0) >= goal:
-            low = tl.min(tl.where(mass > 0, value, float("inf")), 0)
-            limit = highest_reaching(value, mass, goal, low, base)
+            limit = highest_reaching(value, key, mass, goal, high)
             each = tl.exp(limit - base).to(tl.float64)
             equal = alive & (value == limit)
             # At least one: what is above does not reach the goal.
             short = tl.ceil((goal - tl.sum(tl.where(value > limit, mass, 0.0), 0)) / each)
-            last = first_exceeding(ids, equal.to(tl.float64), tl.maximum(short, 1.0) - 0.5)
-            alive = alive & kept(value, ids, limit, last)
+            last = first_exceeding(tl.load(ids, there, 0), equal.to(tl.float64), tl.maximum(short, 1.0) - 0.5)
+            alive = alive & kept(value, tl.load(ids, there, 0), limit, last)
             mass = tl.where(alive, mass, 0.0)
             certain = tl.where(open_ended, (limit > cut) | (cut == float("-inf")), certain)
         else:
             certain = certain & (open_ended == 0) | (cut == float("-inf"))
-    token = first_exceeding(ids, mass, random * tl.sum(mass, 0))
+    token = first_exceeding(tl.load(ids, there, 0), mass, random * tl.sum(mass, 0))
     limit = tl.min(tl.where(alive, value, float("inf")), 0)
-    last = tl.max(tl.where(alive & (value == limit), ids, -1), 0)
+    last = tl.max(tl.where(alive & (value == limit), tl.load(ids, there, 0), -1), 0)
     return token, limit, last, (certain == 0).to(tl.int32)

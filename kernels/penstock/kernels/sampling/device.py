@@ -77,21 +77,24 @@ def kept(value, ids, limit, last):
 
 
 @triton.jit
-def highest_reaching(value, weight, goal, low, high):
-    """The greatest of the values for which the weights of those at least as great add up to `goal`; those from `low` on do."""
-    least, most = key_of(low), key_of(high) + 1
+def highest_reaching(value, key, weight, goal, high):
+    """The greatest of the values for which the weights of those at least as great add up to `goal`; those of all do. Keys are
+    in the order of the values, up to `high`, and have as few bits as tell them apart: each costs a sum."""
+    least, most = tl.min(tl.where(weight > 0, key, high), 0), high + 1
     while least + 1 < most:
-        key = middle(least, most)
-        reached = tl.sum(tl.where(value >= of_key(key), weight, 0.0), 0)
-        most = tl.where(reached < goal, key, tl.where(reached == goal, key + 1, most))
-        least = tl.where(reached < goal, least, key)
-    return tl.min(tl.where((value >= of_key(least)) & (weight > 0), value, float("inf")), 0)
+        at = middle(least, most)
+        reached = tl.sum(tl.where(key >= at, weight, 0.0), 0)
+        most = tl.where(reached < goal, at, tl.where(reached == goal, at + 1, most))
+        least = tl.where(reached < goal, least, at)
+    return tl.min(tl.where((key >= least) & (weight > 0), value, float("inf")), 0)
 
 
 @triton.jit
 def first_exceeding(ids, weight, goal):
-    """The smallest id for which the weights up to it are above `goal`; the greatest with a weight where none is."""
-    low, high = tl.full([], -1, tl.int32), tl.max(tl.where(weight > 0, ids, 0), 0)
+    """The smallest id for which the weights up to it are above `goal`, which is not negative; the greatest with a weight where
+    none is."""
+    high = tl.max(tl.where(weight > 0, ids, 0), 0)
+    low = tl.min(tl.where(weight > 0, ids, high), 0) - 1
     while low + 1 < high:
         at = middle(low, high)
         exceeds = tl.sum(tl.where(ids <= at, weight, 0.0), 0) > goal

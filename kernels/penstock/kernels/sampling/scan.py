@@ -15,12 +15,12 @@ def scan_kernel(
     logits, row_stride, rows, table, tile_max, tile_argmax, tile_bad, tile_cut, chunk_mass, candidates, candidate_ids,
     VOCAB: tl.constexpr, TILES: tl.constexpr, TILE: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr,
     CANDIDATES: tl.constexpr, MASKED: tl.constexpr, DRAW: tl.constexpr, FILTER: tl.constexpr, PLAIN: tl.constexpr,
-    EARLY: tl.constexpr,
+    SHIFT: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles, m); see `SamplingBuffers` for what is written.
 
     MASKED: -inf is no broken logit. DRAW, FILTER: as in `Path`. PLAIN: without parameters: temperature 1, and candidates in any
-    case.
+    case. SHIFT: low bits of a float32 in which logits do not differ.
     """
     wait(EARLY)
     tile, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -54,9 +54,6 @@ def scan_kernel(
             chunk = tl.arange(0, TILE // CHUNK) * TILES + tile
             tl.store(chunk_mass + row * CHUNKS + chunk, sums, chunk < CHUNKS)
         if FILTER and wanted:
-            # Numbers of 16 bits differ in the high bits of a float32 alone.
-            number: tl.constexpr = logits.dtype.element_ty
-            SHIFT: tl.constexpr = 16 if number == tl.bfloat16 else 13 if number == tl.float16 else 0
             first = to * CANDIDATES
             _likeliest(x, ids, inside, most, tile_cut + to, candidates + first, candidate_ids + first, CANDIDATES, SHIFT)
 

@@ -17,6 +17,10 @@ from penstock.kernels.sampling.scan import scan_kernel
 from penstock.kernels.sampling.wide import wide_kernel
 
 _WIDE_BLOCK = 4096
+_CHOOSE_REGISTERS = 128
+"""A thread, of 256: two programs a multiprocessor."""
+_ALIKE = {torch.bfloat16: 16, torch.float16: 13}
+"""Low bits of a float32 that are the same in all numbers of a dtype."""
 
 
 def sample(
@@ -39,8 +43,8 @@ def sample(
         logits, logits.stride(0), rows, positions, params, b.result, b.threshold, b.last_id, b.tile_max, b.tile_argmax,
         b.tile_bad, b.tile_cut, b.chunk_mass, b.candidates, b.candidate_ids, b.wide,
         VOCAB=vocab, TILES=tiles, TILES_PAD=tiles_pad, CHUNKS=chunks, CHUNKS_PAD=triton.next_power_of_2(chunks), CHUNK=CHUNK,
-        CANDIDATES=candidates, DRAW=path > Path.GREEDY, FILTER=path == Path.FILTERED, **early(logits.device),
-        num_warps=8,
+        CANDIDATES=candidates, DRAW=path > Path.GREEDY, FILTER=path == Path.FILTERED,
+        SHIFT=_ALIKE.get(logits.dtype, 0), **early(logits.device), num_warps=8, maxnreg=_CHOOSE_REGISTERS,
     )  # fmt: skip
     if path == Path.FILTERED:
         wide_kernel[(number,)](
@@ -67,6 +71,6 @@ def scan(
         logits, logits.stride(0), rows, params, b.tile_max, b.tile_argmax, b.tile_bad, b.tile_cut, b.chunk_mass, b.candidates,
         b.candidate_ids,
         VOCAB=vocab, TILES=tiles, TILE=tile, CHUNKS=b.chunk_mass.shape[1], CHUNK=CHUNK, CANDIDATES=b.candidates.shape[2],
-        MASKED=masked, DRAW=path > Path.GREEDY, FILTER=path == Path.FILTERED, PLAIN=plain, **early(logits.device),
-        num_warps=max(1, min(16, tile // 512)),
+        MASKED=masked, DRAW=path > Path.GREEDY, FILTER=path == Path.FILTERED, PLAIN=plain,
+        SHIFT=_ALIKE.get(logits.dtype, 0), **early(logits.device), num_warps=max(1, min(16, tile // 512)),
     )  # fmt: skip

@@ -73,7 +73,7 @@ def _measure(x, temperature, base, limit, last, pivot, VOCAB: tl.constexpr, BLOC
     sums = tl.zeros([BLOCK], tl.float64)
     least = tl.full([BLOCK], float("inf"), tl.float32)
     below = tl.full([BLOCK], float("-inf"), tl.float32)
-    for start in range(0, VOCAB, BLOCK):
+    for start in tl.range(0, VOCAB, BLOCK, num_stages=3):
         ids, value = _read(x, start, temperature, VOCAB, BLOCK)
         left = kept(value, ids, limit, last)
         counted = left & (value >= pivot)
@@ -107,7 +107,7 @@ def _locate(x, temperature, base, limit, last, goal, VOCAB: tl.constexpr, BLOCK:
     done = tl.zeros([], tl.float64)
     before = tl.zeros([], tl.float64)
     at, final = tl.full([], -1, tl.int32), tl.zeros([], tl.int32)
-    for start in range(0, VOCAB, BLOCK):
+    for start in tl.range(0, VOCAB, BLOCK, num_stages=3):
         ids, value = _read(x, start, temperature, VOCAB, BLOCK)
         weight = _weight(value, ids, base, limit, last, EQUAL)
         total = tl.sum(weight, 0)
