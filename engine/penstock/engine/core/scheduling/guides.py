@@ -160,7 +160,7 @@ class Guides:
         if not len(plan.num_drafts):
             # Most steps of most batches: what is done for each row here, it does for each token.
             guides = [self._guides[row] for row in ints(plan.rows[at])]
-            if (filler := guides[0].filler) is not None and all(guide.filler is filler for guide in guides):
+            if (filler := guides[0].filler) is not None and len({guide.filler for guide in guides}) == 1:
                 bitmask = np.empty((len(guides), words), np.int32)
                 filler.fill(guides, bitmask, range(len(guides)))
                 return SampleInputs(plan.step_id, at, bitmask)

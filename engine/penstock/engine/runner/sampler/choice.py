@@ -224,7 +224,7 @@ def _masked(choosing: Choosing, inputs: SampleInputs) -> Int64:
     """[l]: which of the choices are those of `inputs.bitmask`, in its order."""
     if not len(inputs.masked_rows):
         return _NO_CHOICE
-    if np.array_equal(inputs.masked_rows, choosing.plan_rows) and len(inputs.bitmask) == len(choosing.plan_rows):
+    if len(inputs.bitmask) == len(choosing.plan_rows) and inputs.masked_rows.tobytes() == choosing.plan_rows.tobytes():
         return np.arange(len(inputs.bitmask))
     has_mask = np.zeros(1 + max(choosing.plan_rows.max(initial=0), inputs.masked_rows.max()), np.bool_)
     has_mask[inputs.masked_rows] = True
