@@ -7,8 +7,8 @@ Two gates. With 32 requests at a time whose answers follow a grammar, a token ta
 tokens of both sides are as many, since the grammar lets the answer go on. And the first token of a request with a schema that the
 engine has never seen comes at most 20 ms later at the 99th percentile than one without a schema. The sides take turns in one
 process, so that a machine that others use too slows both alike. The first gate holds for wall time and for
-CPU time: on a busy machine wall time alone may hide the cost. What llguidance alone takes for the same answers, a mask and a token
-taken in for each, with caches as cold as a forward pass leaves them, tells how much of the cost is the engine's.
+CPU time: on a busy machine wall time alone may hide the cost. What llguidance alone takes for the same answers, a mask and a
+token taken in for each, with caches as cold as a forward pass leaves them, tells how much of the cost is the engine's.
 """
 
 import argparse
@@ -51,7 +51,7 @@ class Engine:
         self._added = 0
 
     def answer(self, asked: list[list[int]], grammars: list[Grammar | None], output: int) -> dict[str, Any]:
-        """Answers all at once: seconds to the first token of any; wall and CPU seconds, and tokens, from there on; and all ids."""
+        """Answers all at once: seconds to the first token of any; wall and CPU seconds, and tokens, from there on; all ids."""
         first = self._added
         sampling = SamplingParams(max_tokens=output, temperature=1.0, seed=1)
         for number, (prompt, grammar) in enumerate(zip(asked, grammars, strict=True), first):

@@ -288,12 +288,12 @@ def test_a_new_request_does_not_end_the_rest_where_drafts_pay_for_nobody():
 
 
 def test_who_takes_long_to_look_up_waits_longer():
-    """A twentieth of a step, in vain, is asked for only every 20 steps."""
+    """A tenth of a step, in vain, is spent only every 20 steps."""
     depth, waits = DraftDepth(4, 8, CHEAP), []
     for _ in range(7):
         depth.found_nothing(ROWS)
         waits.append(sum(1 for _ in iter(lambda: depth.rests(2), False)))
-        depth.in_vain(2, 0.2 / depth.costs.in_steps(2, 1.0))
+        depth.in_vain(2, 0.1 / depth.costs.in_steps(2, 1.0))
     assert waits == [2, 4, 8, 16, 20, 20, 20]
 
 

@@ -57,7 +57,7 @@ _WELCOME: Final = 0.125
 _SHORTEST_WAIT: Final = 2
 _LONGEST_WAIT: Final = 8
 """Steps for which a proposer that has found nothing is not asked again, at most: its text may begin to repeat at any token."""
-_VAIN: Final = 0.01
+_VAIN: Final = 0.005
 """Of the time of such steps that asking may take: who takes long to look up waits longer."""
 
 
