@@ -78,6 +78,9 @@ DRAIN_S = 300.0
 NOTICE_S = 1.5
 """What Envoy's health checks need to find out that this process is going."""
 APPLY_LIMIT_S = 2.0
+COLLECT_AFTER = 10_000
+"""So many new objects make the collector look for cycles, of which usual requests leave none. Python's own number, 700, is that
+of a few requests under way."""
 EXPIRY_TICK_S = 10.0
 _SERVER_ERROR = 500
 
@@ -388,4 +391,5 @@ async def serve(settings: GatewaySettings, discovery: Discovery) -> None:
     # What is imported stays: no collection, which would hold up every request, need look at it again.
     gc.collect()
     gc.freeze()
+    gc.set_threshold(COLLECT_AFTER)
     await Gateway(settings, discovery).run(stop)

@@ -1,6 +1,8 @@
 """A worker does what a task does, where whoever feeds it stands."""
 
 import asyncio
+import gc
+import weakref
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -134,6 +136,23 @@ async def test_it_can_be_cancelled_wherever_it_is(where: str) -> None:
         await stepped(desk)
     assert desk.said == ([] if where == "before" else ["began", "cancelled"])
     assert (worker.finished, desk.ends) == (True, 1)
+
+
+async def test_one_that_has_ended_keeps_nobody_who_keeps_it() -> None:
+    async def work(desk: Desk) -> None:
+        desk.said.append("done")
+
+    desk = Desk()
+    desk.said.append(desk.worker(work))
+    await stepped(desk)
+    assert desk.ends == 1
+    gone = weakref.ref(desk)
+    gc.disable()
+    try:
+        del desk
+        assert gone() is None
+    finally:
+        gc.enable()
 
 
 async def test_one_read_is_answered_by_one_write_in_the_same_turn(lean_server: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,7 +36,7 @@ class Worker:
     def __init__(self, coroutine: Coroutine[Any, Any, None], soon: Callable[["Worker"], None], over: Callable[[], None]) -> None:
         self._coroutine = coroutine
         self._soon = soon
-        self._over = over
+        self._over: Callable[[], None] | None = over
         self._loop = asyncio.get_running_loop()
         self._waits: asyncio.Future[Any] | None = None
         self._ready = True
@@ -74,8 +74,9 @@ class Worker:
         finally:
             self.stepping = False
             _leave_task(self._loop, self)  # type: ignore[arg-type]
-            if self.finished:
-                self._over()
+            if self.finished and (over := self._over) is not None:
+                self._over = None  # it is of whoever holds the worker: a cycle would wait for the collector, twice a request
+                over()
 
     def _wait(self, waits: Any) -> None:
         if waits is None:  # only a turn of the loop
