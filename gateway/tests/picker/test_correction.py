@@ -65,10 +65,9 @@ def pick(state: FleetState, name: str, now: float, tokens: int = 2000) -> Choice
 
 
 def with_one_late(factor: float) -> tuple[FleetState, ReplicaKey]:
-    """A fleet in which each replica has answered as many requests, and one took `factor` times as long as it promised."""
+    """A fleet that nobody has picked from here, in which each replica has answered as many requests, and one took `factor` times
+    as long as it promised."""
     state, late, promised_s = fleet(), KEYS[0], 4.0
-    first = pick(state, "first", NOW)  # times are kept from the first pick on
-    state.event(first.key, RequestFinished("first", "stop", 2000, 0, 5, ttft_s=first.ttft_s), NOW)
     for turn in range(4):
         for key in KEYS:
             request = RequestView(id=f"{turn} {key.uid}", path="", model="m", prompts=(Prompt(2000),))

@@ -91,7 +91,8 @@ class Columns:
         """Requests that were sent to the replicas, fading."""
         self._rates = Rates()
         self._folded = Folded(compiled)
-        self._rated_at = self._faded_at = -np.inf
+        self._rated_at = -np.inf
+        self._faded_at = np.inf  # nothing has faded before the first look
         self._able: dict[str, Bools] = {}
         self._rows_at: dict[tuple[str, int], list[int]] = {}
         self._rows_on: dict[str, list[int]] = {}
@@ -288,8 +289,9 @@ class Columns:
         f.s_per_token[f.measured_tokens_per_s == 0] = 1 / max(prefill, 1.0)
         unmeasured = f.measured_step_s == 0
         f.step_s[unmeasured] = step
-        self.table[[_PROMISED, _TAKEN]] *= fading(now - self._faded_at)
-        self._arrived *= exp((self._faded_at - now) / ARRIVALS_S)
+        past_s = max(now - self._faded_at, 0.0)
+        self.table[[_PROMISED, _TAKEN]] *= fading(past_s)
+        self._arrived *= exp(-past_s / ARRIVALS_S)
         self._faded_at = now
         f.correction[:] = corrections(f.promised_s, f.taken_s)
         fresh = now - f.heard_at <= GRACE_S
