@@ -361,7 +361,7 @@ def test_the_models_weights_move_the_crossing() -> None:
         (Weights(kv=5), "m-p-2"),
         (Weights(kv=0), "m-p-1"),
     ):
-        assert choose(slate(fleet)._replace(weights=weights), "WeightedScore").replica.name == winner
+        assert choose(msgspec.structs.replace(slate(fleet), weights=weights), "WeightedScore").replica.name == winner
 
 
 @pytest.mark.req("RT-45")
@@ -455,6 +455,6 @@ def test_subset_hints_read_ipv6() -> None:
 
 def test_who_draws_the_same_lot_comes_in_the_same_order_however_many_there_are() -> None:
     known = slate([Known(at) for at in range(1, 41)])
-    alike = known._replace(seeds=np.arange(40, dtype=np.uint64) % np.uint64(3))
+    alike = msgspec.structs.replace(known, seeds=np.arange(40, dtype=np.uint64) % np.uint64(3))
     rows = choose(alike, "Cost").rows
     assert rows == list(range(rows[0], 40, 3))[:RANKED]

@@ -58,13 +58,14 @@ class PickDirector:
 
     def preview(self, call: Call) -> None:
         """Refuses paths that do not exist, and bodies that cannot be read, before the bodies have come."""
-        method = "GET" if self._listing.answers(call.path) else _METHODS.get(call.path)
+        path = call.path
+        method = "GET" if self._listing.answers(path) else _METHODS.get(path)
         if method is None:
-            message = f"{call.path} does not exist here; there are {', '.join(_METHODS)}"
+            message = f"{path} does not exist here; there are {', '.join(_METHODS)}"
             raise Refused(404, message, "unknown_path")
         allowed = ("GET", "HEAD") if method == "GET" else (method,)
         if call.method not in allowed:
-            message = f"{call.path} takes {method}, not {call.method}"
+            message = f"{path} takes {method}, not {call.method}"
             raise Refused(405, message, "method_not_allowed", sets=[("allow", ", ".join(allowed))])
         self._identify.tenant(call)
         encoding = call.headers.get("content-encoding")

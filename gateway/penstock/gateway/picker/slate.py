@@ -1,9 +1,9 @@
 """One pick as figures: the request's, and the columns of those who may take it."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
 from zlib import crc32
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -17,7 +17,7 @@ _MIX_64, _SHIFT_64 = np.uint64(_MIX), np.uint64(_SHIFT)
 DEFAULTS = Weights()
 
 
-class Slate(NamedTuple):
+class Slate(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """What a policy decides on; no prompt is in it. Arrays have one element a row of the model's `Columns`."""
 
     request_id: str
@@ -81,12 +81,13 @@ class Slate(NamedTuple):
         return lots
 
     def word(self) -> int:
-        """What the request's lots are drawn from: 64 bits."""
+        """What the request's lots are drawn from; see `word_of`."""
         return word_of(self.request_id)
 
     def kept(self, rows: list[int], table: Floats) -> "Slate":
         """Return the slate of `rows` only, in that order, with `table` as their figures."""
-        return self._replace(
+        return msgspec.structs.replace(
+            self,
             table=table,
             figures=Figures(*table),
             open=self.open[rows],
@@ -103,7 +104,7 @@ class Slate(NamedTuple):
 
 
 def word_of(request_id: str) -> int:
-    """What a request's lots are drawn from: 64 bits."""
+    """What a request's lots are drawn from: a CRC-32, spread over 64 bits."""
     return crc32(request_id.encode()) * _SPREAD & _WORD
 
 
