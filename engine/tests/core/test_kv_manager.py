@@ -71,6 +71,20 @@ def test_an_allocation_that_fails_changes_nothing(cached):
     assert state(kv) == before
 
 
+@pytest.mark.req("KV-09")
+def test_requests_grow_together_or_not_at_all():
+    kv = make(10, [KVGroup((0,), BLOCK, None), KVGroup((1,), 2 * BLOCK, None)])
+    pair = Sequence(1, [1] * BLOCK), Sequence(2, [2] * BLOCK)
+    for sequence in pair:
+        begin(kv, sequence)
+    before = state(kv)
+    assert kv.grow(pair, [3 * BLOCK, 4 * BLOCK]) is None, "7 blocks, of which 5 are free"
+    assert state(kv) == before
+    # As one request after the other would have taken them.
+    assert kv.grow(pair, [3 * BLOCK, 2 * BLOCK]) == [[[5, 6], [7]], [[8], []]]
+    assert [list(table) for sequence in pair for table in kv.tables(sequence)] == [[1, 5, 6], [2, 7], [3, 8], [4]]
+
+
 @pytest.mark.req("KV-12", "KV-13", "PC-13")
 def test_hits_that_nobody_holds_use_up_free_blocks_and_are_never_evicted_by_their_own_request():
     kv, prompt = make(5), list(range(16))

@@ -58,8 +58,11 @@ def test_appends_keep_their_order_within_each_row(steps):
     table, expected = RowTable(4, 160, [4]), {row: [] for row in range(4)}
     for appends in steps:
         table.apply(plan(appends=appends))
+        places = []
         for row, block in appends:
+            places.append(len(expected[row]))
             expected[row].append(block)
+        assert table.append_places[0].tolist() == places
     for row, blocks in expected.items():
         assert table.block_tables[0][row, : len(blocks)].tolist() == blocks
         assert table.num_blocks[0][row] == len(blocks)

@@ -38,6 +38,19 @@ def test_a_row_is_free_for_the_step_after_its_request_ended():
     assert machine.scheduler.schedule(0.0) is None
 
 
+@pytest.mark.req("SCH-06")
+def test_decodes_that_cross_a_border_together_take_their_blocks_together(monkeypatch):
+    machine = Machine(make_config(block_size=4, num_blocks=100, caching=False))
+    machine.add(*[make_request(index, [index] * 3, 30) for index in range(5)])
+    machine.step()
+    pool, taken = machine.scheduler.kv.pool, []
+    take = pool.get_new_blocks
+    monkeypatch.setattr(pool, "get_new_blocks", lambda count: taken.append(count) or take(count))
+    for _ in range(8):
+        machine.step()
+    assert taken == [5, 5]
+
+
 @pytest.mark.req("SCH-06", "CHK-01", "CHK-07", "LIM-06", "RL-14")
 def test_decodes_run_in_every_step_beside_one_slice_of_a_long_prompt():
     machine = Machine(make_config(budget=8, num_blocks=100))

@@ -82,9 +82,11 @@ class BlockPool:
         """
         if count > self.num_free:
             raise ValueError(f"{count} blocks wanted, {self.num_free} free")
-        blocks = [self.free_list.popitem(last=False)[0] for _ in range(count)]
+        take, names = self.free_list.popitem, self._names
+        blocks = [take(last=False)[0] for _ in range(count)]
         for block in blocks:
-            self._evict(block)
+            if names[block] is not None:
+                self._evict(block)
             self.ref_counts[block] = 1
         return blocks
 

@@ -41,9 +41,12 @@ class GroupManager:
         """The request's blocks in the order of its tokens; none where it holds none."""
         return self._tables.get(request, ())
 
-    def num_missing(self, request: int, num_tokens: int) -> int:
-        """Blocks to append until the request's table holds `num_tokens`."""
-        return max(-(-num_tokens // self.block_size) - len(self.table(request)), 0)
+    def num_missing(self, requests: Sequence[int], num_tokens: Sequence[int]) -> list[int]:
+        """Blocks to append until each request's table holds so many tokens."""
+        tables, size = self._tables, self.block_size
+        return [
+            max(-(-count // size) - len(tables.get(request, ())), 0) for request, count in zip(requests, num_tokens, strict=True)
+        ]
 
     def num_unseen(self, num_tokens: int) -> int:
         """Blocks at the beginning of a sequence that no token from `num_tokens` on sees."""
@@ -71,11 +74,10 @@ class GroupManager:
         self._tables[request] = list(blocks)
         self._num_cached[request] = len(blocks)
 
-    def append(self, request: int, count: int) -> list[int]:
-        """Appends `count` new blocks and returns them."""
-        blocks = self._pool.get_new_blocks(count)
-        self._tables[request].extend(blocks)
-        return blocks
+    def append(self, requests: Sequence[int], blocks: Sequence[list[int]]) -> None:
+        """Appends to each request's table its new blocks."""
+        for request, appended in zip(requests, blocks, strict=True):
+            self._tables[request].extend(appended)
 
     def publish(self, request: int, block_hashes: Sequence[bytes], upto: int, *, lasting: bool) -> None:
         """Publishes the request's blocks that token `upto` - 1 has filled, or one before it; each once. See `BlockPool.cache`."""

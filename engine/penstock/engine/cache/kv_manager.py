@@ -5,6 +5,7 @@ The scheduler asks in tokens and passes block ids on to the plan; it never reads
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
 from typing import Protocol
 
 import msgspec
@@ -226,10 +227,25 @@ class KVCacheManager:
             return self._begin(request, num_tokens + lookahead, local, external)
         if external:
             raise ValueError("external tokens follow a cached prefix: a request that has begun computes its own")
-        missing = [group.num_missing(request.index, num_tokens + lookahead) for group in self._groups]
-        if sum(missing) > self.pool.num_free:
+        grown = self.grow([request], [num_tokens + lookahead])
+        return None if grown is None else grown[0]
+
+    def grow(self, requests: Sequence[CachedSequence], num_tokens: Sequence[int]) -> list[list[list[int]]] | None:
+        """Grows the tables of requests that have begun, each to hold so many tokens.
+
+        Returns:
+            Per request and group the blocks appended; None, and nothing changed, where the pool has too few for all of them.
+        """
+        indexes = [request.index for request in requests]
+        missing = [group.num_missing(indexes, num_tokens) for group in self._groups]
+        needed = sum(map(sum, missing))
+        if needed > self.pool.num_free:
             return None
-        return [group.append(request.index, count) for group, count in zip(self._groups, missing, strict=True)]
+        blocks = iter(self.pool.get_new_blocks(needed))
+        grown = [[list(islice(blocks, count)) for count in counts] for counts in zip(*missing, strict=True)]
+        for group, appended in zip(self._groups, zip(*grown, strict=True), strict=True):
+            group.append(indexes, appended)
+        return grown
 
     def _begin(self, request: CachedSequence, num_tokens: int, local: CacheHit, external: int) -> list[list[int]] | None:
         begun = local.num_tokens + external

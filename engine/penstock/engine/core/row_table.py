@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from penstock.engine.core.plan import Bool, Int32, Int64, StepPlan
+from penstock.engine.core.plan import NONE, Bool, Int32, Int64, StepPlan
 
 
 class RowTable:
@@ -41,6 +41,8 @@ class RowTable:
         """Per group, [rows]: blocks in the table."""
         self.room: Int32 = np.zeros(max_num_seqs, np.int32)
         """[rows]: tokens that the blocks hold, in the group where they hold the fewest."""
+        self.append_places: list[Int32] = [NONE for _ in block_sizes]
+        """Per group, [a]: where in their rows' tables the last applied plan appended blocks."""
 
     def apply(self, plan: StepPlan) -> Int32:
         """Brings the table to the state after `plan`: releases, admissions, block appends, then the rows' progress.
@@ -159,15 +161,11 @@ class RowTable:
             np.minimum(held, num_blocks[rows] * size, out=held)
         return held
 
-    def append_places(self, group: int, rows: Int32) -> Int32:
-        """Return where in their rows' tables the last applied plan appended blocks: [a], for its own `rows`."""
-        return self.num_blocks[group][rows] - 1 - ranks(rows[::-1])[::-1]
-
     def _append(self, group: int, rows: Int64, blocks: Int32) -> None:
+        num_blocks = self.num_blocks[group]
+        self.append_places[group] = places = num_blocks[rows]
         if not len(rows):
             return
-        num_blocks = self.num_blocks[group]
-        places = num_blocks[rows]
         if len(set(rows.tolist())) == len(rows):  # as in nearly all steps
             num_blocks[rows] = places + 1
         else:

@@ -1,6 +1,7 @@
 """The rows on the device are those of the host, whatever plans there are; only that the device has them first."""
 
 from collections import deque
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from penstock.engine.runner.device.staging import Staging
 from penstock.kernels.sampling.buffers import RESULT
 from penstock.kernels.step_state.batch import PAD_SLOT
 from penstock.kernels.step_state.ops import STEP_REFERENCE
+from penstock.kernels.step_state.reference import apply_changes as apply
 
 
 class MirroredRunner(FakeRunner):
@@ -123,6 +125,24 @@ def test_a_page_is_not_written_while_it_is_on_its_way():
     stage.send(none, ints, none)
     with pytest.raises(AssertionError, match="pinned memory was written while it was copied"):
         runtime.download([]).wait()
+
+
+def test_changes_beyond_a_page_go_ahead_in_pages_of_their_own(monkeypatch):
+    monkeypatch.setattr(staging, "RUN", 4)
+    runtime, target, other = LateRuntime(), torch.zeros(40, dtype=torch.int32), torch.zeros(9, dtype=torch.int32)
+    stage = Staging(runtime, STEP_REFERENCE, 1, 1, [target, other], page_size=0)
+    ints, none, sent = np.zeros(1, np.int32), np.zeros(0, np.int32), []
+    monkeypatch.setattr(stage, "_ops", replace(STEP_REFERENCE, apply_changes=lambda *step: sent.append(step[2]) or apply(*step)))
+    stage.changes.write(target, 3, np.arange(1, 12, dtype=np.int32))
+    stage.changes.scatter(other, np.array([8, 2], np.int32), np.array([80, 20], np.int32))
+    stage.changes.write(target, 30, np.array([7], np.int64))
+    stage.send(none, ints, none)
+    assert target.tolist() == [0, 0, 0, *range(1, 12), *[0] * 16, 7, *[0] * 9]
+    assert other.tolist() == [0, 0, 20, 0, 0, 0, 0, 0, 80]
+    assert sum(sent) == 6 and len(sent) > 1, "runs of 4, 4 and 3 numbers, two of one and one of two"
+    stage.over(0)
+    stage.send(none, ints, none)
+    assert sum(sent) == 6, "and are forgotten then"
 
 
 def test_a_table_too_large_for_its_places_is_refused():

@@ -81,9 +81,17 @@ class Grants:
             return
         if self._num_lookahead_tokens:
             ends = np.maximum(np.minimum(ends, self._table.token_ids.shape[1]), own)
-        for row, known, end in zip(ints(rows[crossing]), ints(own[crossing]), ints(ends[crossing]), strict=True):
-            if request := self._tenancy.requests[row]:
-                self._grow(step, request, known, end - known)
+        self._grow_decodes(step, ints(rows[crossing]), ints(own[crossing]), ints(ends[crossing]))
+
+    def _grow_decodes(self, step: StepBuilder, rows: list[int], known: list[int], ends: list[int]) -> None:
+        """Makes room up to `ends` for requests with so many tokens: at once where the pool has it, else one after the other."""
+        requests = [request for row in rows if (request := self._tenancy.requests[row]) is not None]
+        if (blocks := self._kv.grow(requests, ends)) is not None:
+            step.appends.update(zip(rows, blocks, strict=True))
+            return
+        for request, own, end in zip(requests, known, ends, strict=True):
+            if request.row >= 0:  # not preempted in this step
+                self._grow(step, request, own, end - own)
 
     def _grant_drafts(self, step: StepBuilder, rows: Int64) -> None:
         """A token for each, and its drafts as far as it may still grow."""

@@ -10,12 +10,13 @@ for is over.
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from penstock.engine.core.plan import Bool, Int32
+from penstock.engine.core.plan import NONE, Bool, Int32
 from penstock.engine.runner.device.runtime import DeviceRuntime
 from penstock.kernels.step_state.batch import StepRequest, Targets
 from penstock.kernels.step_state.ops import StepOps
@@ -33,12 +34,23 @@ def aligned(count: int) -> int:
     return -(-count // 4) * 4
 
 
+class Runs(NamedTuple):
+    """Changes as a page holds them."""
+
+    table: Int32
+    """[k, 4]: of each run the target, the place of its first number there, how many it has, and where in `numbers` they begin,
+    counted from where those of some run of the same step do."""
+    numbers: Int32
+    """[n]: of all of them, one run after the other."""
+
+
 class Changes:
     """Writes to persistent device arrays that the next step is to find; no place twice."""
 
     def __init__(self, targets: Sequence[torch.Tensor]) -> None:
-        self._numbers = {id(target): number for number, target in enumerate(targets)}
-        self._runs: list[tuple[int, int, Int32]] = []
+        self._names = {id(target): number for number, target in enumerate(targets)}
+        self._tables: list[Int32] = []
+        self._numbers: list[Int32] = []
 
     def write(self, target: torch.Tensor, first: int, values: npt.NDArray[np.generic]) -> None:
         """Puts values, [n], at the flat places from `first` on. Places and values are counted in numbers of four bytes, whatever
@@ -48,26 +60,41 @@ class Changes:
             KeyError: The array is none of the staging's targets.
         """
         numbers = np.ascontiguousarray(values).view(np.int32)
-        number = self._numbers[id(target)]
-        for start in range(0, len(numbers), RUN):
-            self._runs.append((number, first + start, numbers[start : start + RUN]))
+        begins = np.arange(0, len(numbers), RUN, np.int32)
+        self._add(target, first + begins, np.minimum(len(numbers) - begins, RUN), numbers)
 
     def scatter(self, target: torch.Tensor, places: Int32, values: Int32) -> None:
         """Puts values, [n], at flat places, [n]."""
-        number = self._numbers[id(target)]
-        self._runs += [(number, place, values[at : at + 1]) for at, place in enumerate(places.tolist())]
+        self._add(target, places, 1, values)
 
-    def take(self) -> list[tuple[int, int, Int32]]:
-        """(target, first, numbers) of each run, and forgets them."""
-        runs, self._runs = self._runs, []
+    def _add(self, target: torch.Tensor, firsts: Int32, lengths: Int32 | int, numbers: Int32) -> None:
+        """Runs of these lengths, [k] or the same of all, from the places `firsts`, [k], on."""
+        if len(firsts):
+            table = np.empty((len(firsts), 4), np.int32)
+            table[:, 0], table[:, 1], table[:, 2] = self._names[id(target)], firsts, lengths
+            self._tables.append(table)
+            self._numbers.append(numbers)
+
+    def take(self) -> Runs:
+        """All of them, and forgets them."""
+        if not self._tables:
+            return _NO_RUNS
+        runs = Runs(np.concatenate(self._tables), np.concatenate(self._numbers))
+        self._tables, self._numbers = [], []
+        np.cumsum(runs.table[:-1, 2], out=runs.table[1:, 3])
+        runs.table[0, 3] = 0
         return runs
+
+
+_NO_RUNS = Runs(np.empty((0, 4), np.int32), NONE)
 
 
 class _Slot:
     """One step's pages on the host."""
 
     def __init__(self) -> None:
-        self.pages: list[torch.Tensor] = []
+        self.pages: list[tuple[torch.Tensor, Int32]] = []
+        """Each as the device's copies and as the host's writes take it."""
         self.in_flight = False
 
 
@@ -145,50 +172,49 @@ class Staging:
         self._next = (number + 1) % self.num_slots
         *ahead, last = self._cut(self.changes.take())
         for at, runs in enumerate(ahead):
-            self._send_page(self._host_page(slot, at), runs)
-        page, count = self._host_page(slot, len(ahead)), len(rows)
-        host = page.numpy()
+            self._send_page(*self._host_page(slot, at), runs)
+        (page, host), count = self._host_page(slot, len(ahead)), len(rows)
         host[0], host[self._shared] = number, shared
         host[self._rows : self._rows + count] = rows
         host[self._starts : self._starts + count + 1] = query_start_loc
         host[self._samples : self._samples + count] = samples
-        self._send_page(page, last)
+        self._send_page(page, host, last)
         return number
 
     def over(self, slot: int) -> None:
         """The step of a slot is over: its pages may be written again."""
         self._slots[slot].in_flight = False
 
-    def _cut(self, runs: list[tuple[int, int, Int32]]) -> list[list[tuple[int, int, Int32]]]:
+    def _cut(self, runs: Runs) -> list[Runs]:
         """Into pages; at least one."""
-        pages: list[list[tuple[int, int, Int32]]] = [[]]
-        room = self._page_size - self._begin
-        for run in runs:
-            needed = 4 + len(run[2])
-            if needed > room:
-                pages.append([])
-                room = self._page_size - self._begin
-            pages[-1].append(run)
-            room -= needed
+        (table, numbers), room = runs, self._page_size - self._begin
+        if table.size + len(numbers) <= room:
+            return [runs]
+        pages, first = list[Runs](), 0
+        ends = np.cumsum(4 + table[:, 2])
+        while first < len(table):
+            last = int(np.searchsorted(ends, room + (ends[first - 1] if first else 0), "right"))
+            begin, end = int(table[first, 3]), int(table[last - 1, 3] + table[last - 1, 2])
+            pages.append(Runs(table[first:last], numbers[begin:end]))
+            first = last
         return pages
 
-    def _host_page(self, slot: _Slot, number: int) -> torch.Tensor:
+    def _host_page(self, slot: _Slot, number: int) -> tuple[torch.Tensor, Int32]:
         if number == len(slot.pages):
-            slot.pages.append(self._runtime.pinned(self._page_size))
+            page = self._runtime.pinned(self._page_size)
+            slot.pages.append((page, page.numpy()))
         return slot.pages[number]
 
-    def _send_page(self, page: torch.Tensor, runs: list[tuple[int, int, Int32]]) -> None:
-        host, at = page.numpy(), self._begin + 4 * len(runs)
-        if runs:
-            lengths = np.array([len(numbers) for _, _, numbers in runs])
-            table = host[self._begin : at].reshape(-1, 4)
-            table[:, 0] = [target for target, _, _ in runs]
-            table[:, 1] = [first for _, first, _ in runs]
-            table[:, 2] = lengths
-            table[:, 3] = at + np.cumsum(lengths) - lengths
-            numbers = np.concatenate([numbers for _, _, numbers in runs])
+    def _send_page(self, page: torch.Tensor, host: Int32, runs: Runs) -> None:
+        """Sends a page, which the host writes through `host`, with these runs."""
+        (table, numbers), at = runs, self._begin
+        if count := len(table):
+            at += table.size
+            there = host[self._begin : at].reshape(-1, 4)
+            there[:] = table
+            there[:, 3] += at - table[0, 3]
             host[at : at + len(numbers)] = numbers
             at += len(numbers)
         self._runtime.upload(page[:at], self._page[:at])
-        if runs:
-            self._ops.apply_changes(self._page, self._begin, len(runs), self._targets)
+        if count:
+            self._ops.apply_changes(self._page, self._begin, count, self._targets)
