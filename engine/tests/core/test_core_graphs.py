@@ -85,7 +85,7 @@ def test_drafts_are_counted_by_position() -> None:
     drafted, samples = np.array([3, 2, 0, 3], np.int32), np.ones(4, np.bool_)
     plan = StepPlan(0, empty(), [], [], [], rows, 1 + drafted, samples, num_drafts=drafted)
     # All accepted; one of two; none planned; failed, which says nothing.
-    meter.retired(plan, StepResult(0, empty(4, 4), np.array([4, 2, 1, 0], np.int32)), 0.01)
+    meter.retired(plan, StepResult(0, empty(4, 4), np.array([4, 2, 1, 0], np.int32)), 0.01, 12)
     assert meter.stats().drafts == DraftStats(2, [2, 2, 1], [2, 1, 1])
     assert StepMeter(None).stats().drafts is None
 
@@ -101,5 +101,5 @@ def test_steps_are_counted_by_how_they_were_launched_and_why() -> None:
         None,
     ]
     for graph in steps:
-        meter.retired(plan, StepResult(0, empty(0, 1), empty(), graph=graph), 0.01)
+        meter.retired(plan, StepResult(0, empty(0, 1), empty(), graph=graph), 0.01, 0)
     assert meter.stats().graphs == [GraphSteps("FULL", "uniform", 2, 11, 1), GraphSteps("NONE", "too_large", 1, 600, 0)]

@@ -28,7 +28,7 @@ from penstock.engine.core.measure.load import LoadMeter
 from penstock.engine.core.measure.prompt_cost import chunk_pairs
 from penstock.engine.core.measure.step_meter import StepMeter
 from penstock.engine.core.memory import OffloadSize
-from penstock.engine.core.plan import GraphReport, Int32, StepPlan, StepResult
+from penstock.engine.core.plan import GraphReport, Int32, StepPlan, StepResult, ints
 from penstock.engine.core.scheduling.lora.adapter_table import AdapterTable
 from penstock.engine.core.scheduling.outputs import RequestOutputs
 from penstock.engine.core.scheduling.scheduler import Scheduler
@@ -64,6 +64,8 @@ class _Submitted(msgspec.Struct, frozen=True):
     time: float
     ends: Int32
     """[r]: how many tokens of each row are computed after it."""
+    num_tokens: int
+    """Of all rows."""
 
 
 class EngineCore:
@@ -202,7 +204,7 @@ class EngineCore:
             ends: Int32 = self.scheduler.table.num_computed[plan.rows]
             if len(plan.rows):
                 self._step_meter.submitted(plan, ends)
-            self._submitted.append(_Submitted(plan, time.perf_counter(), ends))
+            self._submitted.append(_Submitted(plan, time.perf_counter(), ends, int(plan.num_new_tokens.sum())))
             if self._wave is not None:
                 self._wave.begin()
             self._unsampled = self.scheduler.is_masked
@@ -366,11 +368,8 @@ class EngineCore:
         self.num_steps += 1
         if not len(plan.rows):  # the model has done nothing that could be measured
             return
-        self._step_meter.retired(plan, result, seconds)
-        known = plan.num_new_tokens - plan.num_drafts if len(plan.num_drafts) else plan.num_new_tokens
-        chunks = (known > 1) | ~plan.samples
-        tokens: list[int] = plan.num_new_tokens[chunks].tolist() if np.count_nonzero(chunks) else []
-        ends: list[int] = submitted.ends[chunks].tolist() if tokens else []
+        self._step_meter.retired(plan, result, seconds, submitted.num_tokens)
+        tokens, ends = _chunks(submitted)
         self._meter.observe(
             now,
             seconds=seconds,
@@ -380,6 +379,16 @@ class EngineCore:
             stored_s=result.transfer_s[0],
             loaded_s=result.transfer_s[1],
         )
+
+
+def _chunks(submitted: _Submitted) -> tuple[list[int], list[int]]:
+    """Of the rows that lacked more than a token, how many they ran, and how many were computed then."""
+    plan = submitted.plan
+    if submitted.num_tokens == np.count_nonzero(plan.samples):  # a token each, and it samples
+        return [], []
+    known = plan.num_new_tokens - plan.num_drafts if len(plan.num_drafts) else plan.num_new_tokens
+    chunks = (known > 1) | ~plan.samples
+    return ints(plan.num_new_tokens[chunks]), ints(submitted.ends[chunks])
 
 
 def _pumps(offload: Offload | None, executor: Executor, keepers: Sequence[int]) -> list[Pump]:

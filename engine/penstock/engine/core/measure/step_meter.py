@@ -49,9 +49,8 @@ class StepMeter:
             if self._ceilings is not None:
                 self._floor_s += floor_s(cost, self._ceilings)
 
-    def retired(self, plan: StepPlan, result: StepResult, seconds: float) -> None:
-        """A step has ended."""
-        tokens = int(plan.num_new_tokens.sum())
+    def retired(self, plan: StepPlan, result: StepResult, seconds: float, tokens: int) -> None:
+        """A step of so many tokens has ended."""
         self._seconds[bisect_left(SECONDS, seconds)] += 1
         self._tokens[bisect_left(TOKENS, tokens)] += 1
         self._seconds_sum += seconds

@@ -33,7 +33,7 @@ from penstock.engine.runner.device.graphs.dispatcher import Batch, Dispatch, Gra
 from penstock.engine.runner.device.graphs.estimate import estimate_graph_bytes
 from penstock.engine.runner.device.graphs.runtime import GraphRuntime
 from penstock.engine.runner.device.graphs.step import LOGITS, SERVED_BY, SHARING, VARIANTS, VERIFICATION, CapturableStep
-from penstock.engine.runner.device.launched import LaunchedStep, Parts
+from penstock.engine.runner.device.launched import LaunchedStep, Parts, results_of
 from penstock.engine.runner.device.memory import DeviceAccount
 from penstock.engine.runner.device.offload import HostCopy
 from penstock.engine.runner.device.program import StepBuffers, StepProgram
@@ -137,7 +137,8 @@ class DeviceRunner(RunnerBase[DeviceRuntime, LaunchedStep, Pending]):
         self._staging = Staging(self.runtime, self.forms.step, most, self.config.depth, changing)
         scales = self._new_kv_scales()
         self.program = StepProgram(self.forms.step, self.state, self.buffers, groups, self._layer_groups, scales)
-        self._results = self.runtime.pinned(*self.buffers.results.shape)
+        results = results_of(self.buffers.results, self.runtime.pinned(*self.buffers.results.shape))
+        self._parts = Parts(self.runtime, self.program, self._staging, results, self, self.attention)
         self._make_graphs()
         self._reset()
         return self.forms.model
@@ -369,7 +370,8 @@ class DeviceRunner(RunnerBase[DeviceRuntime, LaunchedStep, Pending]):
     def _begin(self, plan: StepPlan, starts: Int32, drafts: Int32 | None, asked: PromptRows | None) -> LaunchedStep:
         """See Turns: in one copy."""
         self._write_inputs(plan, starts, drafts)
-        found, shared, step = *self._dispatch(plan, asked), None
+        tokens = int(plan.num_new_tokens.sum())
+        found, shared, step = *self._dispatch(plan, tokens, asked), None
         rows, begins, samples = self._padded(plan, found)
         slot = self._staging.send(rows, begins, samples, shared)
         judged = None if drafts is None else StepDrafts.of_plan(self.runtime, plan, drafts)
@@ -379,8 +381,7 @@ class DeviceRunner(RunnerBase[DeviceRuntime, LaunchedStep, Pending]):
             else:
                 self.attention.begin_step(StepLengths(plan.rows, begins, starts + plan.num_new_tokens))
                 step = self._capturable.at(found.descriptor, len(rows), int(plan.num_new_tokens.max()))
-        parts = Parts(self.runtime, self.program, self._staging, self._results, self, self.attention)
-        return LaunchedStep(plan, parts, slot, step, found, judged, starts, asked)
+        return LaunchedStep(plan, self._parts, slot, step, found, judged, starts, asked, tokens)
 
     def _forward(self, step: LaunchedStep) -> Forward:
         """See Turns: launches the model, in graphs where there are any, and does not wait."""
@@ -405,10 +406,10 @@ class DeviceRunner(RunnerBase[DeviceRuntime, LaunchedStep, Pending]):
         arrays = None if self._drafting is None else self._drafting.arrays
         return ProposingStep(pending, self._own_drafts, step.starts, arrays)
 
-    def _dispatch(self, plan: StepPlan, asked: PromptRows | None) -> tuple[Dispatch, int]:
-        """How the step is launched, given the prompt tokens that it scores, and how many tokens its requests share. A step in
-        which some requests have fewer drafts than others needs rows of logits that no full graph leaves."""
-        tokens, reqs = int(plan.num_new_tokens.sum()), len(plan.rows)
+    def _dispatch(self, plan: StepPlan, tokens: int, asked: PromptRows | None) -> tuple[Dispatch, int]:
+        """How the step of so many tokens is launched, given the prompt tokens that it scores, and how many tokens its requests
+        share. A step in which some requests have fewer drafts than others needs rows of logits that no full graph leaves."""
+        reqs = len(plan.rows)
         uniform = 1 if tokens == reqs else None
         path = self._requests.chooser.plain(plan.rows[plan.samples])
         variant: Hashable = LOGITS if path is None else path
@@ -431,7 +432,7 @@ class DeviceRunner(RunnerBase[DeviceRuntime, LaunchedStep, Pending]):
             counts = np.append(counts, np.full(missing, found.descriptor.uniform_query_len or 0, np.int32))
             samples = np.append(samples, np.zeros(missing, np.bool_))
         starts = np.zeros(len(rows) + 1, np.int32)
-        np.cumsum(counts, out=starts[1:])
+        counts.cumsum(out=starts[1:])
         return rows, starts, samples
 
     def _write_inputs(self, plan: StepPlan, starts: Int32, drafts: Int32 | None) -> None:
@@ -441,6 +442,7 @@ class DeviceRunner(RunnerBase[DeviceRuntime, LaunchedStep, Pending]):
         if drafts is not None:
             rows, positions, tokens = self._requests.write_drafts(plan, starts, drafts)
             changes.scatter(self.state.token_ids, rows * np.int32(self.state.token_ids.shape[1]) + positions, tokens)
-        for row, words in zip(*self.sampler.take_changes(), strict=True):
-            changes.write(self.sampler.params, int(row) * WORDS, words)
+        if plan.admissions:
+            for row, words in zip(*self.sampler.take_changes(), strict=True):
+                changes.write(self.sampler.params, int(row) * WORDS, words)
         self._lora.apply(plan)

@@ -1,6 +1,5 @@
 """A step that has been launched on a device: its tokens stay there for the next one, and a copy of them goes to the host."""
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -21,20 +20,35 @@ from penstock.engine.runner.sampler.choice import Choosing
 from penstock.kernels.sampling.buffers import Path
 
 
+class Results(NamedTuple):
+    """Where the results of one step are: [max_logits_rows, RESULT] each."""
+
+    there: torch.Tensor
+    """The program's."""
+    here: torch.Tensor
+    """On the host, pinned."""
+    numbers: Int32
+    """The same."""
+
+
+def results_of(there: torch.Tensor, here: torch.Tensor) -> list[Results]:
+    """Those of each slot, of tensors of one shape: [slots, max_logits_rows, RESULT]."""
+    return [Results(*of, of[1].numpy()) for of in zip(there, here, strict=True)]
+
+
 class Parts(NamedTuple):
     """What all steps of a device share."""
 
     runtime: DeviceRuntime
     program: StepProgram
     staging: Staging
-    results: torch.Tensor
-    """The program's results on the host: pinned, of the same shape."""
+    results: list["Results"]
+    """By the staging's slot."""
     loaded: Loaded
     attention: AttentionPhases
 
 
-@dataclass(frozen=True)
-class LaunchedStep:
+class LaunchedStep(NamedTuple):
     """A step that a device runs."""
 
     plan: StepPlan
@@ -50,6 +64,8 @@ class LaunchedStep:
     """[r]: the position of each row's first token."""
     asked: PromptRows | None
     """The prompt tokens to score."""
+    num_tokens: int
+    """Of the plan, without padding."""
 
     each_row = True
 
@@ -62,7 +78,7 @@ class LaunchedStep:
     def graph(self) -> GraphStep:
         """How the step was launched; None: the device has no graphs."""
         found = self.found
-        return GraphStep(found.mode.value, found.reason, int(self.plan.num_new_tokens.sum()), found.descriptor.num_tokens)
+        return GraphStep(found.mode.value, found.reason, self.num_tokens, found.descriptor.num_tokens)
 
     def again(self, at: list[int]) -> Again:
         """Prepares the tokens of some of the plan's rows for another run."""
@@ -83,7 +99,7 @@ class LaunchedStep:
             program.commit(self._running, sampled)
         else:
             self.drafts.commit(self._running, sampled, program.state)
-            program.buffers.results[self.slot, : len(sampled)].copy_(sampled)
+            self.parts.results[self.slot].there[: len(sampled)].copy_(sampled)
 
     def advance(self) -> None:
         """Moves the rows on without tokens."""
@@ -100,9 +116,8 @@ class LaunchedStep:
     def collect(self, others: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[Transfer, Int32]:
         """Begins to copy the results to the host, and other pairs of tensors with them."""
         count = len(self.plan.rows) if self.drafts is None else len(self.drafts.of)
-        here = self.parts.results[self.slot, :count]
-        there = self.parts.program.buffers.results[self.slot, :count]
-        return self.parts.runtime.download([(there, here), *others]), here.numpy()
+        there, here, numbers = self.parts.results[self.slot]
+        return self.parts.runtime.download([(there[:count], here[:count]), *others]), numbers[:count]
 
     def over(self) -> None:
         """The host has read the results."""

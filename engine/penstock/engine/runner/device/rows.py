@@ -59,4 +59,5 @@ def stage_rows(changes: Changes, plan: StepPlan, rows: RowTable, state: RowState
         changes.write(state.lora_slots, row, np.array([admission.lora_slot], np.int32))
     _, size, most = state.block_tables.shape
     for group, (of, blocks) in enumerate(zip(plan.append_rows, plan.append_blocks, strict=True)):
-        changes.scatter(state.block_tables, (group * size + of) * most + rows.append_places[group], blocks)
+        if len(of):
+            changes.scatter(state.block_tables, (group * size + of) * most + rows.append_places[group], blocks)

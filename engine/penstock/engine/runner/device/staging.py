@@ -60,7 +60,7 @@ class Changes:
             KeyError: The array is none of the staging's targets.
         """
         numbers = np.ascontiguousarray(values).view(np.int32)
-        begins = np.arange(0, len(numbers), RUN, np.int32)
+        begins = np.arange(0, len(numbers), RUN, dtype=np.int32)
         self._add(target, first + begins, np.minimum(len(numbers) - begins, RUN), numbers)
 
     def scatter(self, target: torch.Tensor, places: Int32, values: Int32) -> None:
@@ -69,11 +69,10 @@ class Changes:
 
     def _add(self, target: torch.Tensor, firsts: Int32, lengths: Int32 | int, numbers: Int32) -> None:
         """Runs of these lengths, [k] or the same of all, from the places `firsts`, [k], on."""
-        if len(firsts):
-            table = np.empty((len(firsts), 4), np.int32)
-            table[:, 0], table[:, 1], table[:, 2] = self._names[id(target)], firsts, lengths
-            self._tables.append(table)
-            self._numbers.append(numbers)
+        table = np.empty((len(firsts), 4), np.int32)
+        table[:, 0], table[:, 1], table[:, 2] = self._names[id(target)], firsts, lengths
+        self._tables.append(table)
+        self._numbers.append(numbers)
 
     def take(self) -> Runs:
         """All of them, and forgets them."""
@@ -81,8 +80,8 @@ class Changes:
             return _NO_RUNS
         runs = Runs(np.concatenate(self._tables), np.concatenate(self._numbers))
         self._tables, self._numbers = [], []
-        np.cumsum(runs.table[:-1, 2], out=runs.table[1:, 3])
-        runs.table[0, 3] = 0
+        lengths = runs.table[:, 2]
+        runs.table[:, 3] = lengths.cumsum() - lengths
         return runs
 
 

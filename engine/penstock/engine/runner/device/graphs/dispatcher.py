@@ -76,6 +76,8 @@ class GraphDispatcher:
         self._served_by: Mapping[Hashable, Sequence[Hashable]] = served_by or {None: (None,)}
         self._full_tables: dict[tuple[int | None, bool, Hashable, bool], PaddedSizes] = {}
         self._piecewise_tables: dict[bool, PaddedSizes] = {}
+        self._found: dict[Batch, Dispatch] = {}
+        """Decisions for uniform steps, since graphs were last added: few differ, and most steps are of them."""
 
     # --- what there may be ---
 
@@ -134,6 +136,13 @@ class GraphDispatcher:
         batch that has no adapters takes one that adds them. A shared prefix is read apart where there is a FULL graph for it."""
         if (reason := self._why_none()) is not None:
             return self._none(batch, reason)
+        if (found := self._found.get(batch)) is None:
+            found = self._decide(batch)
+            if batch.uniform_query_len is not None:
+                self._found[batch] = found
+        return found
+
+    def _decide(self, batch: Batch) -> Dispatch:
         # A graph that adds adapters adds none to tokens that have none.
         kinds = [batch] if batch.has_lora else [batch, batch._replace(has_lora=True)]
         for kind in [*kinds, *(kind._replace(shares=False) for kind in kinds if kind.shares)]:
@@ -191,5 +200,6 @@ class GraphDispatcher:
         pieces: dict[bool, list[int]] = {}
         for key in self.piecewise_keys:
             pieces.setdefault(key.has_lora, []).append(key.num_tokens)
+        self._found.clear()
         self._full_tables = {of: PaddedSizes(sizes) for of, sizes in full.items()}
         self._piecewise_tables = {of: PaddedSizes(sizes) for of, sizes in pieces.items()}
