@@ -267,6 +267,22 @@ def test_a_tensor_that_a_graph_reads_and_that_has_moved_is_found(path, build_dev
     assert "has been freed since it was captured" in caplog.text, "a step that failed, and no wrong token"
 
 
+def test_captures_whose_inputs_cannot_be_made_take_no_step_its_place(path, build_device_runner, monkeypatch) -> None:
+    graphed = Graphed(build_device_runner, path, depth=1, everything=False)
+    runner, places = graphed.runner, graphed.runner.program.buffers.results.shape[0]
+
+    def fails(*_):
+        raise RuntimeError("refused")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(runner.program, "prepare", fails)
+        for _ in range(places + 1):
+            runner.graphs.capture_next()
+    assert runner.graphs.report().failed == places + 1
+    reference = Graphed(build_device_runner, path, mode="NONE", depth=1)
+    assert graphed.run(decodes(2)) == reference.run(decodes(2))
+
+
 @pytest.mark.req("CG-04")
 def test_with_debug_logging_the_step_names_what_has_moved(path, build_device_runner, caplog) -> None:
     graphed = Graphed(build_device_runner, path, depth=1)

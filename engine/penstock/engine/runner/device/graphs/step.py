@@ -1,6 +1,7 @@
 """A device runner's step as what graphs are captured of."""
 
 from collections.abc import Hashable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Final, Protocol
 
@@ -125,10 +126,11 @@ class CapturableStep:
         rows = np.full(requests, self._program.state.spare_row, np.int32)
         starts = np.arange(requests + 1, dtype=np.int32) * length
         slot = self._staging.send(rows, starts, np.zeros(requests, np.bool_))
-        step = self.at(key, requests, max_query_len=key.num_tokens)
-        self._program.prepare(step)
-        self._runtime.synchronize()
-        self._staging.over(slot)
+        with ExitStack() as ends:
+            # Also of a capture that fails here, after which steps follow. Its page may be read until the device is done.
+            ends.callback(self._staging.over, slot)
+            ends.callback(self._runtime.synchronize)
+            self._program.prepare(self.at(key, requests, max_query_len=key.num_tokens))
 
     def step(self, key: BatchDescriptor) -> torch.Tensor:
         """The whole step, as far as its variant goes; its logits."""
