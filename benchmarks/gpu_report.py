@@ -97,6 +97,7 @@ FIGURES_FIRST = (
     "host_time",
     "nano_0.6b",
     "dependent_launch",
+    "mixed_graphs",
 )
 SWEEPS = ("decode", "prefill")
 

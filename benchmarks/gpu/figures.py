@@ -56,6 +56,13 @@ FIGURES = {
         Gate(1.0, 1.2, "times", "more"),
         75,
     ),
+    "mixed_graphs": Figure(
+        "0.6B, 8 decodes beside a prompt of 120, as one graph against graphs of parts",
+        "mixed_graphs",
+        ("qwen3-0.6b",),
+        Gate(1.0, 1.5, "times", "more"),
+        60,
+    ),
     "roofline": Figure("own roofline share off the profiler's", "roofline", ("llama-3.1-8b",), Gate(5, 2, "%", "less"), 75),
     "transformers": Figure(
         "0.6B, transformers' continuous batching", "transformers_batching", ("qwen3-0.6b",), Gate(0, 0, "tok/s", "more"), 75

@@ -91,6 +91,18 @@ def test_tokens_are_those_of_eager_steps_while_rows_come_and_go(path, build_devi
     assert set(modes) == wanted[mode], "every step has a graph"
 
 
+def test_mixed_steps_of_few_requests_have_graphs_of_their_own(path, build_device_runner) -> None:
+    scheduler = SchedulerConfig(max_num_seqs=20, max_num_batched_tokens=24, watermark=0.0)
+    batch = decodes(5, range(6, 18, 3), prompt=17)
+    expected = Engine(build_device_runner(path, scheduler=scheduler), 2, 100).run(batch)
+    graphed = Graphed(build_device_runner, path, "FULL", (4, 24), scheduler=scheduler)
+    used = []
+    replay = graphed.runner.graphs.replay_full
+    graphed.runner.graphs.replay_full = lambda key: used.append(key) or replay(key)
+    assert graphed.run(batch) == expected
+    assert {key.num_reqs for key in used if key.num_tokens == 24} == {16}, "and not 20, as 24 tokens might be"
+
+
 def test_steps_that_ask_for_more_than_tokens_end_their_graph_at_the_logits(path, build_device_runner) -> None:
     batch = requests(adjusted=True)
     expected = Engine(build_device_runner(path, scheduler=SCHEDULER), 2, 100).run(batch)

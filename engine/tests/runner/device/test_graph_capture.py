@@ -11,6 +11,7 @@ import torch
 from recording_graphs import CaptureError, RecordingGraphs
 
 from penstock.engine.models.layers.attention import Attention
+from penstock.engine.runner.device.graphs import dispatcher as dispatcher_module
 from penstock.engine.runner.device.graphs.capture import WARM_UPS, GraphManager
 from penstock.engine.runner.device.graphs.cuda import CudaGraphs
 from penstock.engine.runner.device.graphs.descriptor import BatchDescriptor, GraphMode
@@ -312,6 +313,18 @@ def test_each_variant_has_its_graphs_the_first_of_them_at_once() -> None:
         pass
     assert sorted(key.variant for key in toy.dispatcher.full_keys) == ["any"] * 4 + ["greedy"] * 4
     assert len(toy.dispatcher.piecewise_keys) == len(SIZES), "one kind of pieces serves both"
+
+
+def test_graphs_for_few_requests_are_captured_last_and_of_one_variant(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatcher_module, "FEW_REQUESTS", (8, 64))
+    toy, dispatcher = make(), GraphDispatcher("FULL", (4, 16), 12)
+    manager = GraphManager(toy.device, toy.graphs, toy.program, dispatcher, variants=("any", "greedy"), few="any")
+    manager.capture_first()
+    assert {key.num_reqs for key in dispatcher.full_keys if not key.uniform} == {4, 12}
+    assert {key.variant for key in dispatcher.full_keys} == {"any"}
+    while manager.capture_next():
+        pass
+    assert [key.variant for key in dispatcher.full_keys if key.num_reqs == 8] == ["any"]
 
 
 def test_each_capture_is_on_the_main_stream_and_over_before_the_next() -> None:

@@ -186,6 +186,31 @@ def test_each_mode_has_its_graphs(mode, of_decode: GraphMode, of_mixed: GraphMod
         assert dispatcher.dispatch(decode(3)).reason == reasons.NO_FULL_GRAPH
 
 
+def test_a_mixed_step_has_the_graph_for_the_fewest_requests_that_hold_its_own() -> None:
+    dispatcher = captured("FULL", (4, 16, 32, 128), 100, served_by={None: (None, "few"), "few": ("few",)})
+
+    def found(tokens: int, requests: int) -> tuple[int, int | None, object]:
+        key = dispatcher.dispatch(mixed(tokens, requests)).descriptor
+        return key.num_tokens, key.num_reqs, key.variant
+
+    assert found(20, 3) == (32, 32, None)
+    few = dispatcher.few_candidates(False, "few")
+    assert [(key.num_tokens, key.num_reqs) for key in few] == [(128, 16), (128, 64), (32, 16)]
+    for key in few:
+        dispatcher.add(GraphMode.FULL, key)
+    assert found(20, 3) == found(32, 16) == (32, 16, "few"), "another variant that serves it, too"
+    assert found(20, 17) == (32, 32, None)
+    assert [found(40, requests) for requests in (16, 17, 64, 65)] == [
+        (128, 16, "few"),
+        (128, 64, "few"),
+        (128, 64, "few"),
+        (128, 100, None),
+    ]
+    assert found(3, 2) == (4, 4, None), "padding counts first"
+    assert dispatcher.dispatch(mixed(129)).reason == reasons.TOO_LARGE
+    assert captured("FULL_AND_PIECEWISE", (4, 16), 100).few_candidates(False, None) == []
+
+
 def test_steps_that_verify_drafts_have_their_own_graphs() -> None:
     served_by = {"any": ("any",), "verify": ("verify",)}
     dispatcher = GraphDispatcher("FULL_AND_PIECEWISE", (1, 2, 4, 8, 16), 16, {"verify": 4}, served_by)
@@ -266,7 +291,7 @@ def test_the_estimate_is_a_pool_and_the_launches_of_each_graph() -> None:
     launches = estimate("PIECEWISE", step_bytes=0)
     assert estimate("PIECEWISE") - launches == 1_000_000 * 64 // 2048, "the largest graph's share of the largest step"
     assert estimate("FULL_AND_PIECEWISE", step_bytes=0, num_variants=2) == 3 * launches
-    assert estimate("FULL", step_bytes=0, num_variants=2) == 4 * launches, "uniform and mixed"
+    assert estimate("FULL", step_bytes=0, num_variants=2) == (4 + 2) * launches, "uniform, mixed, and mixed of few requests"
     assert estimate("PIECEWISE", sizes=(1, 8, 16, 64), step_bytes=0) == launches * 4 // 3
     logits = {"step_bytes": 0, "max_num_seqs": 16, "logits_row_bytes": 1000}
     assert estimate("PIECEWISE", **logits) == launches

@@ -32,7 +32,7 @@ from penstock.engine.runner.device.graphs.descriptor import GraphMode, effective
 from penstock.engine.runner.device.graphs.dispatcher import Batch, Dispatch, GraphDispatcher
 from penstock.engine.runner.device.graphs.estimate import estimate_graph_bytes
 from penstock.engine.runner.device.graphs.runtime import GraphRuntime
-from penstock.engine.runner.device.graphs.step import LOGITS, SERVED_BY, SHARING, VARIANTS, VERIFICATION, CapturableStep
+from penstock.engine.runner.device.graphs.step import FEW, LOGITS, SERVED_BY, SHARING, VARIANTS, VERIFICATION, CapturableStep
 from penstock.engine.runner.device.launched import LaunchedStep, Parts, results_of
 from penstock.engine.runner.device.memory import DeviceAccount
 from penstock.engine.runner.device.offload import HostCopy
@@ -166,6 +166,7 @@ class DeviceRunner(RunnerBase[DeviceRuntime, LaunchedStep, Pending]):
             lora=lora,
             variants=(*VARIANTS, *lens),
             sharing=SHARING if self._sharing else None,
+            few=FEW,
         )
 
     def _make_lora(self) -> Any:

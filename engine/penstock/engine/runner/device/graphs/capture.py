@@ -81,6 +81,7 @@ class GraphManager:
         variants: Of full graphs; see `BatchDescriptor.variant`. The first is captured first.
         sharing: The variant that is also captured, in idle time, in the form that reads a prefix of all requests apart; None:
             there is none.
+        few: The variant whose mixed graphs are also captured, in idle time, for few requests; None: there is none.
     """
 
     def __init__(
@@ -92,6 +93,7 @@ class GraphManager:
         lora: bool = False,
         variants: Sequence[Hashable] = (None,),
         sharing: Hashable = None,
+        few: Hashable = None,
     ) -> None:
         self._device, self._runtime, self._program, self._dispatcher = device, runtime, program, dispatcher
         self.max_bytes: int | None = None
@@ -101,7 +103,7 @@ class GraphManager:
         self._pieces: dict[BatchDescriptor, PiecewiseGraph] = {}
         self._failures: list[str] = []
         self._bytes, self._seconds = 0, 0.0
-        self._lora, self._variants, self._sharing = lora, variants, sharing
+        self._lora, self._variants, self._sharing, self._few = lora, variants, sharing, few
         self._plan()
 
     def report(self) -> GraphReport:
@@ -174,6 +176,8 @@ class GraphManager:
             for item in group:
                 (urgent if needed and item.key.num_tokens in first else later).append(item)
         urgent.sort(key=lambda item: -item.key.num_tokens)
+        if self._few is not None:
+            later += [_Pending(GraphMode.FULL, key) for key in self._dispatcher.few_candidates(self._lora, self._few)]
         self._num_first, self._pending = len(urgent), deque([*urgent, *later])
 
     def _candidates(self) -> list[list[_Pending]]:

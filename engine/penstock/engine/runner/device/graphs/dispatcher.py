@@ -1,5 +1,6 @@
 """Which graph a step runs with, if any. Pure: it knows what has been captured, and captures nothing."""
 
+from bisect import bisect_left
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -47,6 +48,10 @@ TOO_LARGE = "too_large"
 NOT_CAPTURED = "not_captured"
 """A graph that is still to come, or whose capture failed."""
 
+FEW_REQUESTS = (16, 64)
+"""Requests at most of mixed FULL graphs beside those for as many as their tokens can be: attention divides the device among the
+requests that it is launched for, and the fewer they are, the more programs share the keys of each."""
+
 
 class GraphDispatcher:
     """One engine's.
@@ -74,7 +79,9 @@ class GraphDispatcher:
         self._profiling = False
         self._sizes, self._max_num_seqs, self._query_lens = sorted(set(capture_sizes)), max_num_seqs, query_lens or {}
         self._served_by: Mapping[Hashable, Sequence[Hashable]] = served_by or {None: (None,)}
-        self._full_tables: dict[tuple[int | None, bool, Hashable, bool], PaddedSizes] = {}
+        self._full_tables: dict[tuple[int, bool, Hashable, bool], PaddedSizes] = {}
+        self._mixed: dict[tuple[bool, Hashable], list[BatchDescriptor]] = {}
+        """By adapters and variant, in the order of tokens, then requests."""
         self._piecewise_tables: dict[bool, PaddedSizes] = {}
         self._found: dict[Batch, Dispatch] = {}
         """Decisions for uniform steps, since graphs were last added: few differ, and most steps are of them."""
@@ -91,8 +98,15 @@ class GraphDispatcher:
         requests = sorted({min(size, most) for size in self._sizes} - {0}, reverse=True)
         found = [BatchDescriptor(n * length, n, length, has_lora, variant) for n in requests]
         if self.mode == "FULL" and variant not in self._query_lens:
-            found += [self._mixed(size, has_lora, variant) for size in reversed(self._sizes)]
+            found += [self._of_mixed(size, self._max_num_seqs, has_lora, variant) for size in reversed(self._sizes)]
         return found
+
+    def few_candidates(self, has_lora: bool, variant: Hashable) -> list[BatchDescriptor]:
+        """Those of mixed steps with few requests for their tokens, largest first."""
+        if self.mode != "FULL":
+            return []
+        limits = [(size, few) for size in reversed(self._sizes) for few in FEW_REQUESTS if few < min(size, self._max_num_seqs)]
+        return [self._of_mixed(size, few, has_lora, variant) for size, few in limits]
 
     def sharing_candidates(self, has_lora: bool, variant: Hashable) -> list[BatchDescriptor]:
         """Those of several requests with one token each, in the form that reads a prefix of all apart."""
@@ -157,12 +171,8 @@ class GraphDispatcher:
 
     def _full(self, batch: Batch) -> BatchDescriptor | None:
         """The smallest that serves the batch, and of those the one with the least to do."""
-        found: BatchDescriptor | None = None
-        for variant in self._served_by.get(batch.variant, ()):
-            key = self._next_full(batch, variant)
-            if key is not None and (found is None or key.num_tokens < found.num_tokens):
-                found = key
-        return found
+        serving = (self._next_full(batch, variant) for variant in self._served_by.get(batch.variant, ()))
+        return min((key for key in serving if key is not None), key=_size, default=None)
 
     def _next_full(self, batch: Batch, variant: Hashable) -> BatchDescriptor | None:
         length, has_lora, shares = batch.uniform_query_len, batch.has_lora, batch.shares
@@ -170,12 +180,12 @@ class GraphDispatcher:
             padded = table.padded(batch.num_reqs)
             if padded is not None:
                 return BatchDescriptor(padded * length, padded, length, has_lora, variant, shares)
-        table = self._full_tables.get((None, has_lora, variant, shares))
-        padded = None if table is None else table.padded(batch.num_tokens)
-        return None if padded is None else self._mixed(padded, has_lora, variant)
+        mixed = [] if shares else self._mixed.get((has_lora, variant), [])
+        first = bisect_left(mixed, (batch.num_tokens, 0), key=_size)
+        return next((key for key in mixed[first:] if _size(key)[1] >= batch.num_reqs), None)
 
-    def _mixed(self, num_tokens: int, has_lora: bool, variant: Hashable) -> BatchDescriptor:
-        return BatchDescriptor(num_tokens, min(num_tokens, self._max_num_seqs), None, has_lora, variant)
+    def _of_mixed(self, num_tokens: int, most: int, has_lora: bool, variant: Hashable) -> BatchDescriptor:
+        return BatchDescriptor(num_tokens, min(num_tokens, most), None, has_lora, variant)
 
     def _none(self, batch: Batch, reason: str) -> Dispatch:
         own = BatchDescriptor(batch.num_tokens, batch.num_reqs, batch.uniform_query_len, batch.has_lora, batch.variant)
@@ -192,14 +202,22 @@ class GraphDispatcher:
         return TOO_LARGE if not self._sizes or size > self._sizes[-1] else NOT_CAPTURED
 
     def _rebuild(self) -> None:
-        full: dict[tuple[int | None, bool, Hashable, bool], list[int]] = {}
-        for key in self.full_keys:
-            size = key.num_reqs if key.uniform else key.num_tokens
-            assert size is not None
-            full.setdefault((key.uniform_query_len, key.has_lora, key.variant, key.shares), []).append(size)
+        full: dict[tuple[int, bool, Hashable, bool], list[int]] = {}
+        self._mixed = {}
+        for key in sorted(self.full_keys, key=_size):
+            if key.uniform_query_len is None:
+                self._mixed.setdefault((key.has_lora, key.variant), []).append(key)
+            else:
+                full.setdefault((key.uniform_query_len, key.has_lora, key.variant, key.shares), []).append(_size(key)[1])
         pieces: dict[bool, list[int]] = {}
         for key in self.piecewise_keys:
             pieces.setdefault(key.has_lora, []).append(key.num_tokens)
         self._found.clear()
         self._full_tables = {of: PaddedSizes(sizes) for of, sizes in full.items()}
         self._piecewise_tables = {of: PaddedSizes(sizes) for of, sizes in pieces.items()}
+
+
+def _size(full: BatchDescriptor) -> tuple[int, int]:
+    """Tokens and requests of a full graph."""
+    assert full.num_reqs is not None
+    return full.num_tokens, full.num_reqs

@@ -1,6 +1,7 @@
 """What graphs will take of the device's memory, reckoned before there are any, for the sizing of the KV cache."""
 
 from penstock.engine.config import GraphConfig
+from penstock.engine.runner.device.graphs.dispatcher import FEW_REQUESTS
 
 BYTES_PER_LAUNCH = 20 * 1024
 """What the driver keeps of a captured launch: graphs of a 70B model, 1,600 launches each, are reported to take about 30 MB. Not
@@ -43,9 +44,10 @@ def estimate_graph_bytes(
     if graphs.mode == "NONE" or not graphs.capture_sizes:
         return 0
     full = {"FULL": 2 * num_variants, "FULL_AND_PIECEWISE": num_variants}.get(graphs.mode, 0)
+    few = len(FEW_REQUESTS) if graphs.mode == "FULL" else 0
     kinds = full + (verifies and full > 0) + (graphs.mode != "FULL")
     each = LAUNCHES_PER_LAYER * num_layers + LAUNCHES_PER_STEP
-    launches = len(graphs.capture_sizes) * (kinds * (1 + lora) + (shares and full > 0)) * each
+    launches = len(graphs.capture_sizes) * (kinds * (1 + lora) + (shares and full > 0) + few) * each
     largest = max(graphs.capture_sizes)
     pool = step_bytes * min(1.0, largest / max_num_batched_tokens)
     rows = 0 if not full else largest if verifies else min(largest, max_num_seqs)

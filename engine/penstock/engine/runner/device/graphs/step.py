@@ -39,6 +39,9 @@ it."""
 SHARING: Final = Path.FILTERED
 """The variant that is also captured in the form that reads a shared prefix apart: it serves every step that samples."""
 
+FEW: Final = Path.FILTERED
+"""The variant whose mixed graphs are also captured for few requests; likewise."""
+
 
 @dataclass(frozen=True)
 class _PieceContext:
