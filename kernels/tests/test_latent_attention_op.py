@@ -11,7 +11,8 @@ from penstock.kernels.paged_attention import latent_triton
 from penstock.kernels.paged_attention.batch import PagedBatch
 from penstock.kernels.paged_attention.device_batch import DeviceBatch
 from penstock.kernels.paged_attention.device_reference import paged_attention_device
-from penstock.kernels.paged_attention.latent_triton import heads_of_program
+from penstock.kernels.paged_attention.latent_launch import LatentLaunch, latent_launch, sized_latent_workspace
+from penstock.kernels.paged_attention.launch import AttentionWorkspace, invariant_launches
 from penstock.kernels.paged_attention.triton import paged_attention
 from penstock.kernels.prepare_kv.reference import PAD_SLOT_ID, Rotary, prepare_kv
 from penstock.kernels.prepare_kv.triton import prepare_kv as prepare_kv_triton
@@ -117,18 +118,87 @@ def test_device_forms_equal_dense_attention(triton_device, shape):
         torch.testing.assert_close(on_device(case, triton_device, form).double(), expected, rtol=1e-4, atol=1e-5)
 
 
-def test_programs_of_many_heads_equal_dense_attention(triton_device, monkeypatch):
-    monkeypatch.setattr(latent_triton, "heads_of_program", lambda heads, tokens, itemsize: 64)
-    case = Case((80, 8, 24), [(70, 1), (0, 3)], 1)
-    expected = torch.cat([*(case.dense(i) for i in range(2)), torch.zeros(3, case.heads, case.rank, dtype=torch.float64)])
+@pytest.mark.parametrize("splits", [1, 2, 5, 16])
+@pytest.mark.parametrize(("shape", "block_h"), [((20, 8, 24), 16), ((80, 8, 24), 64), ((1, 6, 34), 16)])
+def test_split_keys_of_few_and_many_heads_equal_dense_attention(triton_device, monkeypatch, shape, block_h, splits):
+    """Requests with fewer tiles than splits, with as many, and with more; the last tile of heads is not full."""
+    monkeypatch.setattr(latent_triton, "latent_launch", lambda *_: LatentLaunch(block_h, splits, least_tiles=1))
+    case = Case(shape, [(70, 1), (0, 3), (259, 2)], 1)
+    expected = torch.cat([*(case.dense(i) for i in range(3)), torch.zeros(3, case.heads, case.rank, dtype=torch.float64)])
+    workspaces, of = [], latent_triton.latent_workspace
+
+    def filled(*arguments) -> AttentionWorkspace:
+        workspaces.append(of(*arguments))
+        for part in (workspaces[-1].values, workspaces[-1].lse):
+            part.fill_(float("nan"))  # what no split has left enters nothing
+        return workspaces[-1]
+
+    monkeypatch.setattr(latent_triton, "latent_workspace", filled)
     found = on_device(case, triton_device, paged_attention)
     torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-5)
+    [used] = workspaces
+    assert not used.arrived.any(), "the next launch counts from nothing"
+    left = int((~used.lse.isnan()).sum())
+    # Of a token whose keys fill one split nothing is left: it is written at once.
+    tiles = [-(-position // 32) for position in (71, 1, 2, 3, 260, 261)]
+    shares = [-(-number // splits) for number in tiles]
+    counts = [-(-number // share) for number, share in zip(tiles, shares, strict=True)]
+    assert left == case.heads * sum(count for count in counts if count > 1)
+
+
+def test_what_is_split_does_not_depend_on_the_requests_beside_it(triton_device, monkeypatch):
+    monkeypatch.setattr(latent_triton, "latent_launch", lambda *_: LatentLaunch(16, 4, least_tiles=1))
+    case = Case((4, 8, 24), [(70, 1), (40, 3), (259, 1)], 1)
+    crowd = on_device(case, triton_device, paged_attention)
+    case.lengths, case.keys, case.queries = case.lengths[2:], case.keys[2:], case.queries[2:]
+    assert torch.equal(on_device(case, triton_device, paged_attention)[0], crowd[4])
+
+
+def launches(heads: int, tokens: list[int], itemsize: int = 2, max_keys: int = 131_072) -> list[tuple[int, int]]:
+    """Heads a program, and splits."""
+    found = [latent_launch(heads, number, itemsize, max_keys, False) for number in tokens]
+    return [(it.block_h, it.splits) for it in found]
 
 
 def test_a_program_takes_many_heads_where_enough_programs_are_left():
-    assert [heads_of_program(128, tokens, 2) for tokens in (1, 63, 64, 4096)] == [16, 16, 64, 64]
-    assert heads_of_program(16, 4096, 2) == 16, "of a rank of eight"
-    assert heads_of_program(128, 4096, 1) == 16, "widened numbers leave no registers"
+    assert [heads for heads, _ in launches(128, [1, 63, 64, 4096])] == [16, 16, 64, 64]
+    assert launches(16, [4096]) == [(16, 1)], "of a rank of eight"
+    assert launches(128, [4096], itemsize=1) == [(16, 1)], "widened numbers leave no registers"
+
+
+def test_keys_are_split_where_tokens_leave_the_device_idle():
+    """One token with 128 heads was 8 programs, with the 16 of a rank one."""
+    assert launches(128, [1, 2, 8, 32, 64, 128, 129]) == [(16, 32), (16, 16), (16, 4), (16, 1), (64, 2), (64, 1), (64, 1)]
+    assert launches(16, [1, 8, 64, 256, 257]) == [(16, 32), (16, 32), (16, 4), (16, 1), (16, 1)]
+    assert launches(128, [1], max_keys=1024) == [(16, 4)], "a split has eight tiles of keys at least"
+    assert latent_launch(128, 1, 2, 131_072, True) == LatentLaunch(16, 1) == latent_launch(128, 4096, 2, 131_072, True)
+
+
+@given(st.integers(1, 200), st.integers(1, 600), st.sampled_from([1, 2, 4]), st.integers(1, 200_000), st.booleans())
+def test_a_workspace_of_all_steps_has_room_for_each(heads, most, itemsize, max_keys, invariant):
+    room = sized_latent_workspace(heads, 8, itemsize, most, max_keys, invariant, "meta")
+    for tokens in range(1, most + 1):
+        launch = latent_launch(heads, tokens, itemsize, max_keys, invariant)
+        assert launch.parts(tokens) * heads <= len(room.lse) == len(room.values)
+        assert launch.counters(heads, tokens) <= len(room.arrived)
+
+
+def test_a_workspace_that_is_too_small_is_refused():
+    empty, few = torch.empty(0), torch.zeros(0, dtype=torch.int32)
+    batch = DeviceBatch.from_host(np.array([0, 1], np.int32), np.array([9], np.int32), np.zeros((1, 64), np.int32), 16)
+    q, cache = torch.zeros(1, 4, 32), torch.zeros(1, 1, 1, 16, 32)
+    with pytest.raises(ValueError, match="too small for 1 tokens"):
+        paged_attention(q, cache, batch, 1.0, value_size=24, workspace=AttentionWorkspace(empty, empty, few))
+
+
+def test_batch_invariant_launches_split_no_latent(monkeypatch):
+    asked, of = [], latent_triton.latent_launch
+    monkeypatch.setattr(latent_triton, "latent_launch", lambda *given: asked.append(given[-1]) or of(*given))
+    monkeypatch.setattr(latent_triton, "_latent_attention_kernel", {(1, 1, 1): lambda *_, **__: None})
+    batch = DeviceBatch.from_host(np.array([0, 1], np.int32), np.array([9], np.int32), np.zeros((1, 64), np.int32), 16)
+    q, cache = torch.zeros(1, 4, 32), torch.zeros(1, 1, 1, 16, 32)
+    paged_attention(q, cache, batch, 1.0, value_size=24, table=invariant_launches)
+    assert asked == [True]
 
 
 @pytest.mark.parametrize("form", ["cpu", "triton"])

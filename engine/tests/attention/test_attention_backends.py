@@ -20,6 +20,7 @@ from penstock.engine.runner.device.graphs.descriptor import GraphSupport
 from penstock.kernels.ops import REFERENCE
 from penstock.kernels.paged_attention.device_batch import DeviceBatch
 from penstock.kernels.paged_attention.device_reference import paged_attention_device
+from penstock.kernels.paged_attention.latent_launch import latent_launch
 
 STAND_INS = Path(__file__).with_name("stand_ins")
 HOPPER = AttentionNeeds(
@@ -63,6 +64,17 @@ def test_a_cpu_and_a_gpu_are_served_by_the_first_that_can(caplog):
     with caplog.at_level(logging.INFO):
         assert choose_backend(replace(HOPPER, device="cpu", capability=None)).name == "torch"
     assert "attention: torch (triton: needs a CUDA device, not 'cpu'" in caplog.text
+
+
+def test_a_latent_s_workspace_is_that_of_its_own_launches(monkeypatch):
+    needs = replace(HOPPER, device="meta", num_heads=32, num_kv_heads=1, head_size=40, value_size=32, max_model_len=4096)
+    backend = choose_backend(HOPPER)(needs)
+    monkeypatch.setattr(sys.modules[type(backend).__module__], "paged_attention", lambda *_, workspace, **__: workspace)
+    q, cache, tokens = torch.empty(1), torch.empty(1), torch.empty(1, dtype=torch.int32)
+    room = backend.attend(q, cache, DeviceBatch(16, tokens, tokens, tokens, tokens, None, 1, 1), 0.1)
+    steps = {number: latent_launch(32, number, 2, 4096, False) for number in range(1, needs.max_num_tokens + 1)}
+    assert steps[1].splits == 16
+    assert room.values.shape == (32 * max(launch.parts(number) for number, launch in steps.items()), 32)
 
 
 @pytest.mark.req("ATT-03")

@@ -2,8 +2,9 @@
 
 A program takes one query and 16 of its heads, or 64 where that leaves enough programs, and meets the keys up to its position
 tile by tile with an online softmax. It holds the rotated part and the latent part of queries and keys apart, since together they
-would be padded to twice their size. Keys are read again for each query of a prompt, and long requests are not split. Latents of
-eight bits are read as keys and values of other models are.
+would be padded to twice their size. Keys are read again for each query of a prompt. In steps of few tokens a query's keys are
+split among programs, of which the last to arrive merges, as in `triton`. Latents of eight bits are read as keys and values of
+other models are.
 """
 
 # pyright: reportCallIssue=false
@@ -17,30 +18,15 @@ import triton.language as tl
 
 from penstock.kernels.dependent_launch import early, wait
 from penstock.kernels.paged_attention.device_batch import DeviceBatch
-from penstock.kernels.paged_attention.launch import power_of_two
-from penstock.kernels.paged_attention.tiles import product_types, request_of, row_scales, widened
+from penstock.kernels.paged_attention.latent_launch import HEADS, TILE, latent_launch, latent_workspace
+from penstock.kernels.paged_attention.launch import AttentionWorkspace, power_of_two
+from penstock.kernels.paged_attention.tiles import merged, product_types, request_of, row_scales, widened
 
-_HEADS, _MANY_HEADS, _TILE = 16, 64, 32
-"""Of a program. All heads meet the same keys, which many read a quarter as often, by Hopper's own matrix products; few leave room
-for two programs a multiprocessor."""
-_PROGRAMS = 128
-"""Of many heads at least, that nearly every multiprocessor has one."""
+_WARPS = 8
 _STAGES = 5
 """Of the loop over keys, so that tiles are on their way while one is worked on. With three or four it waits for what it asked."""
 _LOG2E = 1.4426950408889634
 _SMALL = ["rows", "query_start_loc", "seq_lens", "block_table", "scales"]
-
-
-def heads_of_program(heads: int, tokens: int, itemsize: int) -> int:
-    """How many heads a program takes, of so many, in a step of so many tokens.
-
-    Args:
-        heads: Of a query.
-        tokens: Of the step, padding included.
-        itemsize: Bytes of an element of the cache: numbers that are widened take the registers of many heads.
-    """
-    many = heads >= _MANY_HEADS and itemsize == 2 and tokens * triton.cdiv(heads, _MANY_HEADS) >= _PROGRAMS
-    return _MANY_HEADS if many else _HEADS
 
 
 def _name(specialization: Any) -> str:
@@ -48,17 +34,18 @@ def _name(specialization: Any) -> str:
     return f"latent_attention_{specialization.constants['BLOCK_H']}_heads"
 
 
-@triton.jit(repr=_name, do_not_specialize=["num_requests"], do_not_specialize_on_alignment=_SMALL)
+@triton.jit(repr=_name, do_not_specialize=["num_requests", "splits", "least_tiles"], do_not_specialize_on_alignment=_SMALL)
 def _latent_attention_kernel(
-    out, q, kv_cache, rows, query_start_loc, seq_lens, block_table, scales, num_requests, scale,
-    q_token, q_head, block_stride, table_stride,
+    out, values, lse, arrived, q, kv_cache, rows, query_start_loc, seq_lens, block_table, scales, num_requests, splits,
+    least_tiles, scale, q_token, q_head, block_stride, table_stride,
     HEADS: tl.constexpr, ROTATED: tl.constexpr, RANK: tl.constexpr, ROTATED_BLOCK: tl.constexpr, RANK_BLOCK: tl.constexpr,
     ROW: tl.constexpr, PAGE: tl.constexpr, BLOCK_H: tl.constexpr, TILE: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
-    EARLY: tl.constexpr,
+    MERGE_HEADS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     wait(EARLY)
     SCALED: tl.constexpr = kv_cache.dtype.element_ty == tl.int8
     token = tl.program_id(0)
+    split = tl.program_id(2)
     head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     turned, dims = tl.arange(0, ROTATED_BLOCK), tl.arange(0, RANK_BLOCK)
     is_head, is_turned, is_dim = head < HEADS, turned < ROTATED, dims < RANK
@@ -66,14 +53,24 @@ def _latent_attention_kernel(
     real = is_head[:, None] & is_dim[None, :]
     acc = tl.zeros([BLOCK_H, RANK_BLOCK], tl.float32)
     if token >= tl.load(query_start_loc + num_requests):
-        tl.store(target, acc, real)
+        if split == 0:
+            tl.store(target, acc, real)
         return
     request = request_of(query_start_loc, num_requests, token, 0)
     seq_len = tl.load(seq_lens + request)
     if seq_len == 0:
-        tl.store(target, acc, real)
+        if split == 0:
+            tl.store(target, acc, real)
         return
     position = seq_len - tl.load(query_start_loc + request + 1) + token
+    # So many splits have keys; the others end.
+    end_tile = tl.cdiv(position + 1, TILE)
+    share = tl.maximum(tl.cdiv(end_tile, splits), least_tiles)
+    filled = tl.cdiv(end_tile, share)
+    first_tile = split * share
+    end_tile = tl.minimum(end_tile, first_tile + share)
+    if first_tile >= end_tile:
+        return
     source = q + (token.to(tl.int64) * q_token + head * q_head)[:, None]
     query = tl.load(source + ROTATED + dims[None, :], real, 0.0).to(KEYS)
     rotated = tl.load(source + turned[None, :], is_head[:, None] & is_turned[None, :], 0.0).to(KEYS)
@@ -82,7 +79,7 @@ def _latent_attention_kernel(
     table = block_table + tl.load(rows + request).to(tl.int64) * table_stride
     maximum = tl.full([BLOCK_H], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_H], tl.float32)
-    for tile in range(tl.cdiv(position + 1, TILE)):
+    for tile in range(first_tile, end_tile):
         keys = tile * TILE + tl.arange(0, TILE)
         seen = keys <= position
         block = tl.load(table + keys // PAGE, seen, 0)
@@ -106,7 +103,23 @@ def _latent_attention_kernel(
         acc = tl.dot(weight.to(VALUES), widened(latent, VALUES, True), acc * shrink[:, None], input_precision="tf32x3")
     if scales is not None:
         acc *= tl.load(scales)
-    tl.store(target, acc / total[:, None], real)
+    acc = acc / total[:, None]
+    if filled == 1:
+        tl.store(target, acc, real)
+    else:
+        part = (token.to(tl.int64) * HEADS + head) * splits + split
+        tl.store(values + part[:, None] * RANK + dims[None, :], acc, real)
+        tl.store(lse + part, maximum + tl.log2(total), is_head)
+        tl.debug_barrier()  # what all threads have stored comes before the one that counts
+        counter = arrived + token * tl.num_programs(1) + tl.program_id(1)
+        if tl.atomic_add(counter, 1, sem="acq_rel") == filled - 1:
+            tl.store(counter, 0)
+            # Of few heads, split by split: registers are those of the loop over keys, so that they are no reason to run alone.
+            for first in range(0, BLOCK_H, MERGE_HEADS):
+                some = tl.program_id(1) * BLOCK_H + first + tl.arange(0, MERGE_HEADS)
+                place = token.to(tl.int64) * HEADS + some
+                value, _ = merged(values, lse, place, some < HEADS, 0, filled, splits, RANK, RANK_BLOCK, MERGE_HEADS, 1)
+                tl.store(out + place[:, None] * RANK + dims[None, :], value, (some < HEADS)[:, None] & is_dim[None, :])
 
 
 def latent_attention(
@@ -117,8 +130,22 @@ def latent_attention(
     value_size: int,
     out: torch.Tensor | None,
     scales: torch.Tensor | None,
+    workspace: AttentionWorkspace | None = None,
+    invariant: bool = False,
 ) -> torch.Tensor:
-    """See `paged_attention_device`, where `value_size` is not 0; of windows, soft caps and sinks there is none."""
+    """See `paged_attention_device`, where `value_size` is not 0; of windows, soft caps and sinks there is none.
+
+    Args:
+        q: See there.
+        kv_cache: See there.
+        batch: See there.
+        scale: See there.
+        value_size: See there.
+        out: See there.
+        scales: See there.
+        workspace: For what splits leave, ValueError where it is too small; None: allocated for the call.
+        invariant: See `latent_launch`.
+    """
     tokens, heads, size = q.shape
     if out is None:
         out = torch.empty(tokens, heads, value_size, dtype=q.dtype, device=q.device)
@@ -126,23 +153,31 @@ def latent_attention(
         return out
     rotated = size - value_size
     keys, values = product_types(q.dtype, kv_cache.dtype)
-    block_h = heads_of_program(heads, tokens, kv_cache.itemsize)
-    _latent_attention_kernel[tokens, triton.cdiv(heads, block_h)](
-        *(out, q, kv_cache, batch.rows, batch.query_start_loc, batch.seq_lens, batch.block_table, scales),
-        *(batch.num_requests, scale * _LOG2E, q.stride(0), q.stride(1), kv_cache.stride(0), batch.block_table.stride(0)),
+    launch = latent_launch(heads, tokens, kv_cache.itemsize, batch.block_table.shape[1] * batch.block_size, invariant)
+    if workspace is None:
+        workspace = latent_workspace({tokens: launch}, heads, value_size, q.device)
+    elif launch.parts(tokens) * heads > len(workspace.lse) or launch.counters(heads, tokens) > len(workspace.arrived):
+        raise ValueError(f"the workspace is too small for {tokens} tokens")
+    rank_block = power_of_two(max(value_size, 16))
+    _latent_attention_kernel[tokens, triton.cdiv(heads, launch.block_h), launch.splits](
+        *(out, workspace.values, workspace.lse, workspace.arrived, q, kv_cache),
+        *(batch.rows, batch.query_start_loc, batch.seq_lens, batch.block_table, scales),
+        *(batch.num_requests, launch.splits, launch.least_tiles, scale * _LOG2E),
+        *(q.stride(0), q.stride(1), kv_cache.stride(0), batch.block_table.stride(0)),
         HEADS=heads,
         ROTATED=rotated,
         RANK=value_size,
         ROTATED_BLOCK=power_of_two(max(rotated, 16)),
-        RANK_BLOCK=power_of_two(max(value_size, 16)),
+        RANK_BLOCK=rank_block,
         ROW=kv_cache.shape[4],
         PAGE=batch.block_size,
-        BLOCK_H=block_h,
-        TILE=_TILE,
+        BLOCK_H=launch.block_h,
+        TILE=TILE,
         KEYS=keys,
         VALUES=values,
+        MERGE_HEADS=HEADS,
         **early(q.device),
-        num_warps=8,
+        num_warps=_WARPS,
         num_stages=_STAGES,
     )
     return out

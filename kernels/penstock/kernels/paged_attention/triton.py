@@ -31,6 +31,7 @@ from penstock.kernels.paged_attention.launch import (
     AttentionWorkspace,
     LaunchTable,
     fast_launches,
+    invariant_launches,
     merge_chunk,
     power_of_two,
 )
@@ -237,7 +238,7 @@ def paged_attention(
         scales: See the reference.
     """
     if value_size:
-        return latent_attention(q, kv_cache, batch, scale, value_size, out, scales)
+        return latent_attention(q, kv_cache, batch, scale, value_size, out, scales, workspace, table is invariant_launches)
     num_heads, head_size = q.shape[1], q.shape[2]
     kv_heads, requests, tokens = kv_cache.shape[2], batch.num_requests, batch.num_tokens
     shape = AttentionShape(num_heads, kv_heads, head_size, q.element_size(), kv_cache.dtype is SCALED)

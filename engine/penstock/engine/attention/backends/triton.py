@@ -5,6 +5,7 @@ import torch
 from penstock.engine.attention.backends.interface import AttentionBackend, AttentionNeeds, below, outside
 from penstock.engine.runner.device.graphs.descriptor import GraphSupport
 from penstock.kernels.paged_attention.device_batch import DeviceBatch
+from penstock.kernels.paged_attention.latent_launch import sized_latent_workspace
 from penstock.kernels.paged_attention.launch import (
     AttentionShape,
     AttentionWorkspace,
@@ -36,10 +37,15 @@ class TritonBackend(AttentionBackend):
         self._shares = not (batch_invariant or needs.value_size)
         # The most that a block table can name.
         max_keys = needs.max_blocks * max(needs.block_sizes)
-        self._workspace = AttentionWorkspace.sized(
-            shape, self._table, needs.max_num_seqs, needs.max_num_tokens, max_keys, needs.device
-        )
-
+        if needs.value_size:
+            self._workspace = sized_latent_workspace(
+                *(needs.num_heads, needs.value_size, needs.kv_dtype.itemsize),
+                *(needs.max_num_tokens, max_keys, batch_invariant, needs.device),
+            )
+        else:
+            self._workspace = AttentionWorkspace.sized(
+                shape, self._table, needs.max_num_seqs, needs.max_num_tokens, max_keys, needs.device
+            )
         self._prefix = PrefixWorkspace.sized(shape, needs.max_num_seqs, max_keys, needs.device) if self._shares else None
 
     @property
