@@ -17,6 +17,7 @@ model's ratios are medians of three rounds. At the end it judges the gates.
 """
 
 import argparse
+import gc
 import itertools
 import random
 import statistics
@@ -134,6 +135,9 @@ def measure(
     for count in streams:  # The first steps of a shape make its tape, and take many times as long as later ones.
         for workload in workloads[:1]:
             answer(every, workload.prompts(count), count, workload.outputs(count), workload.temperature)
+    # As an engine's process does: to look through all that is imported takes as long as a hundred steps, and hits any side.
+    gc.collect()
+    gc.freeze()
     for workload, count in itertools.product(workloads, streams):
         for side in every:
             side.take_drafts()

@@ -164,10 +164,11 @@ class RowTable:
         return held
 
     def _append(self, group: int, rows: Int64, blocks: Int32) -> None:
+        if not len(rows):
+            self.append_places[group] = NONE
+            return
         num_blocks = self.num_blocks[group]
         self.append_places[group] = places = num_blocks[rows]
-        if not len(rows):
-            return
         if len(set(rows.tolist())) == len(rows):  # as in nearly all steps
             num_blocks[rows] = places + 1
         else:
