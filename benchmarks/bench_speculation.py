@@ -17,7 +17,6 @@ model's ratios are medians of three rounds. At the end it judges the gates.
 """
 
 import argparse
-import gc
 import itertools
 import random
 import statistics
@@ -28,7 +27,7 @@ from typing import Any, NamedTuple
 
 import torch
 from drafting import others, walks
-from drafting.side import Side, answer
+from drafting.side import Side, answer, freeze_heap
 from drafting.workloads import MODEL, code, prompts, questions, random_text
 from report import write_results
 from rich.console import Console
@@ -135,9 +134,7 @@ def measure(
     for count in streams:  # The first steps of a shape make its tape, and take many times as long as later ones.
         for workload in workloads[:1]:
             answer(every, workload.prompts(count), count, workload.outputs(count), workload.temperature)
-    # As an engine's process does: to look through all that is imported takes as long as a hundred steps, and hits any side.
-    gc.collect()
-    gc.freeze()
+    freeze_heap()
     for workload, count in itertools.product(workloads, streams):
         for side in every:
             side.take_drafts()

@@ -12,7 +12,6 @@ token taken in for each, with caches as cold as a forward pass leaves them, tell
 """
 
 import argparse
-import gc
 import json
 import statistics
 import time
@@ -20,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from drafting.side import freeze_heap, tokens_of
 from drafting.workloads import MODEL, prompts, questions
 from report import write_results
 from tokenizers import Tokenizer
@@ -80,9 +80,8 @@ class Engine:
         wall, cpu = time.perf_counter() - start[0], time.process_time() - start[1]
         ids: list[list[int]] = [[] for _ in asked]
         for frame in frames:
-            offsets, of = np.frombuffer(frame.offsets, np.int32), np.frombuffer(frame.token_ids, np.int32)
-            for at, index in enumerate(np.frombuffer(frame.indexes, np.int64).tolist()):
-                ids[index - first].extend(of[offsets[at] : offsets[at + 1]].tolist())
+            for index, given in tokens_of(frame):
+                ids[index - first].extend(given)
         return {"ttft": start[0] - began, "wall": wall, "cpu": cpu, "tokens": tokens, "ids": ids}
 
     def library_us(self, answers: list[list[int]]) -> float:
@@ -121,9 +120,7 @@ def measure(rounds: int, cold: int) -> dict[str, Any]:
     engine = Engine()
     for grammar in (None, TEXT):  # Loads the tokenizer, compiles the grammar and warms the kernels.
         engine.answer(prompts(STREAMS, source, tokenizer), [grammar] * STREAMS, OUTPUT)
-    # As an engine's process does: to look through all that is imported takes as long as a hundred steps, and hits either side.
-    gc.collect()
-    gc.freeze()
+    freeze_heap()
     ratios: dict[str, list[float]] = {"wall": [], "cpu": []}
     token_us: dict[str, list[float]] = {"free": [], "masked": [], "llguidance alone": []}
     for number in range(rounds):

@@ -1,8 +1,9 @@
 """A core turned by hand, a few steps at a time, so that several take turns at the same requests."""
 
+import gc
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -148,13 +149,14 @@ class Side:
                 continue
             if failed := [end for end in frame.finished if end.error is not None]:
                 raise RuntimeError(f"a request failed: {failed[0]}")
-            offsets, ids = np.frombuffer(frame.offsets, np.int32), np.frombuffer(frame.token_ids, np.int32)
-            for at, index in enumerate(np.frombuffer(frame.indexes, np.int64).tolist()):
+            given = 0
+            for index, ids in tokens_of(frame):
                 self._begun.add(index)
-                self.answers.setdefault(index - self._offset, []).extend(ids[offsets[at] : offsets[at + 1]].tolist())
-            self.tokens += len(ids)
+                self.answers.setdefault(index - self._offset, []).extend(ids)
+                given += len(ids)
+            self.tokens += given
             if counts:
-                self._decoded, self._cpu_s = self._decoded + len(ids), self._cpu_s + took
+                self._decoded, self._cpu_s = self._decoded + given, self._cpu_s + took
             self._running -= len(frame.finished)
             self._begun -= {end.index for end in frame.finished}
         self._left = time.process_time()
@@ -167,6 +169,20 @@ class Side:
         before, now = self._drafts, (step.drafts.rows, sum(step.drafts.drafted), sum(step.drafts.accepted))
         self._drafts = now
         return now[0] - before[0], now[1] - before[1], now[2] - before[2]
+
+
+def tokens_of(frame: Any) -> Iterator[tuple[int, list[int]]]:
+    """Of each request that a step has given tokens: its index, and their ids."""
+    offsets, ids = np.frombuffer(frame.offsets, np.int32), np.frombuffer(frame.token_ids, np.int32)
+    for at, index in enumerate(np.frombuffer(frame.indexes, np.int64).tolist()):
+        yield index, ids[offsets[at] : offsets[at + 1]].tolist()
+
+
+def freeze_heap() -> None:
+    """As an engine's process does once it has started: to look through all that is imported takes as long as a hundred steps, and
+    would hit any side."""
+    gc.collect()
+    gc.freeze()
 
 
 def answer(sides: Sequence[Side], prompts: Sequence[list[int]], streams: int, outputs: Sequence[int], temperature: float) -> None:

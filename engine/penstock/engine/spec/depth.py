@@ -324,8 +324,7 @@ class DraftDepth:
 
     def _chances_of_each(self, rows: Sequence[int], offers: Sequence[int]) -> list[list[float]]:
         """Of each row how likely its drafts are accepted, one after the other, as many as there are."""
-        chances, acceptance = self._chances, self._acceptance
-        return [chances[int(_STEPS_OF_ACCEPTANCE * acceptance[row])][:has] for row, has in zip(rows, offers, strict=True)]
+        return [self._chances_of(self._acceptance[row])[:has] for row, has in zip(rows, offers, strict=True)]
 
     def _best(self, chances: Sequence[Sequence[float]], num_rows: int) -> _Best:
         """As many of these drafts, the likeliest, as make the most tokens a second; none where they do not make clearly more than

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from penstock.kernels.paged_attention.launch import AttentionWorkspace, power_of_two
+from penstock.kernels.paged_attention.launch import AttentionWorkspace, floor_power_of_two, power_of_two
 
 HEADS, MANY_HEADS = 16, 64
 """Of a program. All heads meet the same keys, which many read a quarter as often, by Hopper's own matrix products; few leave room
@@ -60,7 +60,7 @@ def latent_launch(heads: int, tokens: int, itemsize: int, max_keys: int, invaria
     block_h = MANY_HEADS if many else HEADS
     share = _SPLIT_PROGRAMS // (tokens * -(-heads // block_h))
     useful = power_of_two(-(-max_keys // (TILE * _LEAST_TILES)))
-    return LatentLaunch(block_h, max(1, min(_MAX_SPLITS, useful, power_of_two(share + 1) // 2)))
+    return LatentLaunch(block_h, max(1, min(_MAX_SPLITS, useful, floor_power_of_two(share))))
 
 
 def latent_workspace(
@@ -69,11 +69,7 @@ def latent_workspace(
     """Room for each of some launches, by tokens of its step."""
     parts = heads * max(launch.parts(tokens) for tokens, launch in launches.items())
     counters = max(launch.counters(heads, tokens) for tokens, launch in launches.items())
-    return AttentionWorkspace(
-        torch.empty(parts, value_size, dtype=torch.float32, device=device),
-        torch.empty(parts, dtype=torch.float32, device=device),
-        torch.zeros(counters, dtype=torch.int32, device=device),
-    )
+    return AttentionWorkspace.allocated(parts, value_size, counters, device)
 
 
 def sized_latent_workspace(

@@ -156,7 +156,7 @@ def latent_attention(
     launch = latent_launch(heads, tokens, kv_cache.itemsize, batch.block_table.shape[1] * batch.block_size, invariant)
     if workspace is None:
         workspace = latent_workspace({tokens: launch}, heads, value_size, q.device)
-    elif launch.parts(tokens) * heads > len(workspace.lse) or launch.counters(heads, tokens) > len(workspace.arrived):
+    elif not workspace.holds(launch.parts(tokens) * heads, launch.counters(heads, tokens)):
         raise ValueError(f"the workspace is too small for {tokens} tokens")
     rank_block = power_of_two(max(value_size, 16))
     _latent_attention_kernel[tokens, triton.cdiv(heads, launch.block_h), launch.splits](

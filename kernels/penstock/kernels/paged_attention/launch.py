@@ -153,8 +153,8 @@ def _small(shape: AttentionShape, num_requests: int, decode: bool, rows: int, ma
     # Where there are many requests anyway, a split must be worth the merge.
     least = min(8, power_of_two(programs // 64))
     useful = power_of_two(-(-max_keys // (tile * least)))
-    most = min(MAX_SPLITS, max(_FEW_SPLITS, _floor(256 // programs)))
-    splits = min(most, useful, _floor(_PROGRAMS * 16 // (programs * block_m)))
+    most = min(MAX_SPLITS, max(_FEW_SPLITS, floor_power_of_two(256 // programs)))
+    splits = min(most, useful, floor_power_of_two(_PROGRAMS * 16 // (programs * block_m)))
     block_q = 1 if decode else block_m // shape.group
     warps = 8 if block_m >= (32 if shape.row_scales else 64) else 4
     return Launch(block_m, block_q, tile, warps, _STAGES, max(splits, 1), 0, least, search=False, skip=0, pads=True)
@@ -163,7 +163,7 @@ def _small(shape: AttentionShape, num_requests: int, decode: bool, rows: int, ma
 def _long_splits(shape: AttentionShape, num_tokens: int, block_q: int, useful: int) -> int:
     """How often the keys of long requests are split, where one has so many tokens, or several have them together."""
     programs = -(-num_tokens // block_q) * shape.num_kv_heads
-    return max(1, min(useful, _floor(_LONG_PROGRAMS // programs), _floor(_LONG_PARTS // num_tokens)))
+    return max(1, min(useful, floor_power_of_two(_LONG_PROGRAMS // programs), floor_power_of_two(_LONG_PARTS // num_tokens)))
 
 
 def merge_chunk(row_elements: int, num_warps: int) -> int:
@@ -225,7 +225,8 @@ class AttentionWorkspace:
         shape: AttentionShape, launches: Iterable[Launch], num_requests: int, num_tokens: int, device: torch.device | str
     ) -> "AttentionWorkspace":
         """Room for a step."""
-        return AttentionWorkspace._with(shape, *_needed(shape, launches, num_requests, num_tokens), device)
+        parts, counters = _needed(shape, launches, num_requests, num_tokens)
+        return AttentionWorkspace.allocated(parts * shape.num_heads, shape.head_size, counters, device)
 
     @staticmethod
     def sized(
@@ -238,18 +239,23 @@ class AttentionWorkspace:
         steps += [(max_num_seqs, max_num_tokens, number) for number in range(1, min(_LONG_PARTS, max_num_tokens) + 1)]
         found = [_needed(shape, table(shape, r, most, max_keys, number), r, number) for r, most, number in steps]
         parts, counters = (max(column) for column in zip(*found, strict=True))
-        return AttentionWorkspace._with(shape, parts, counters, device)
+        return AttentionWorkspace.allocated(parts * shape.num_heads, shape.head_size, counters, device)
 
     @staticmethod
-    def _with(shape: AttentionShape, parts: int, counters: int, device: torch.device | str) -> "AttentionWorkspace":
-        values = torch.empty(parts * shape.num_heads, shape.head_size, dtype=torch.float32, device=device)
-        lse = torch.empty(parts * shape.num_heads, dtype=torch.float32, device=device)
+    def allocated(parts: int, size: int, counters: int, device: torch.device | str) -> "AttentionWorkspace":
+        """Room for so many parts of all heads together, of so many elements each, and for so many counters."""
+        values = torch.empty(parts, size, dtype=torch.float32, device=device)
+        lse = torch.empty(parts, dtype=torch.float32, device=device)
         return AttentionWorkspace(values, lse, torch.zeros(counters, dtype=torch.int32, device=device))
+
+    def holds(self, parts: int, counters: int) -> bool:
+        """Whether there is room for so many."""
+        return parts <= self.lse.shape[0] and counters <= self.arrived.shape[0]
 
     def check(self, shape: AttentionShape, launches: Iterable[Launch], num_requests: int, num_tokens: int) -> None:
         """ValueError where it is too small for a step."""
         parts, counters = _needed(shape, launches, num_requests, num_tokens)
-        if parts * shape.num_heads > self.lse.shape[0] or counters > self.arrived.shape[0]:
+        if not self.holds(parts * shape.num_heads, counters):
             raise ValueError(f"the workspace is too small for {num_requests} requests and {num_tokens} tokens")
 
 
@@ -264,6 +270,6 @@ def power_of_two(value: int) -> int:
     return 1 << max(value - 1, 0).bit_length()
 
 
-def _floor(value: int) -> int:
+def floor_power_of_two(value: int) -> int:
     """The greatest power of two that is not above; 0 of 0."""
     return power_of_two(value + 1) // 2

@@ -42,7 +42,7 @@ class Parts(NamedTuple):
     runtime: DeviceRuntime
     program: StepProgram
     staging: Staging
-    results: list["Results"]
+    results: list[Results]
     """By the staging's slot."""
     loaded: Loaded
     attention: AttentionPhases

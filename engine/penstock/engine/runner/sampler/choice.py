@@ -139,11 +139,12 @@ class Chooser:
         path = _PATHS[way] if way < _GUIDED else self._sampler.path(of)
         adjusted, params = logits, self._sampler.params
         masks = self._upload_masks(choosing.at[masked], inputs.bitmask) if len(masked) else None
-        if way != _PARTICULAR and (masks is None or self._masks_alone(of, drawn)):
+        alone = masks is None or self._masks_alone(of, drawn)
+        if way != _PARTICULAR and alone:
             result = self._sampler.sample(logits, request_rows, positions, path, masks=masks)
             self._settle(result, logits, params, drawn, request_rows, positions)
             return Choice(result)
-        if self._adjusted[of].any() or (masks is not None and not self._masks_alone(of, drawn)):
+        if self._adjusted[of].any() or not alone:
             adjusted, bad = self._sampler.ops.clean(logits)
             if masks is not None:
                 self._sampler.ops.mask(adjusted, *masks)
