@@ -69,6 +69,8 @@ class Rest(NamedTuple):
     """Special tokens before those of the first piece."""
     after: list[int]
     """Special tokens after those of the last."""
+    most: int | None
+    """Characters that may be tokenised; see `PrefixMemo.hashed`."""
 
 
 class PrefixMemo:
@@ -130,7 +132,7 @@ class PrefixMemo:
             return self.processor.encode_pieces(texts, alone, param)
 
         if self._keeps_none(text, alone=alone):
-            return self._joined(self._encoded([], Rest([text], encode, alone, before, after), extra))
+            return self._joined(self._encoded([], Rest([text], encode, alone, before, after, most), extra))
         pieces = [text] if alone else self._cutter.pieces(text)
         # Half of a surrogate pair, which is no text, is refused when it comes to be tokenised.
         encoded = [piece.encode(errors="surrogatepass") for piece in pieces]
@@ -139,7 +141,7 @@ class PrefixMemo:
             keys[-1] = hashlib.sha256(b"end" + keys[-1]).digest()
         nodes = self._known(keys)
         if len(nodes) < len(pieces):
-            added = self._encoded(nodes, Rest(pieces[len(nodes) :], encode, alone, [] if nodes else before, after), extra)
+            added = self._encoded(nodes, Rest(pieces[len(nodes) :], encode, alone, [] if nodes else before, after, most), extra)
             nodes += self._add(keys[len(nodes) :], added)
         return self._joined(nodes)
 

@@ -14,8 +14,8 @@ use crate::cuts::PieceWords;
 const LONGEST: usize = 256;
 /// Bytes of a word and its tokens together, four each, that lie in the table itself.
 const ROOM: usize = 28;
-/// Texts that are asked for one by one in a call. Beyond it the rest of a piece is asked for as one: to the tokenizer many short texts
-/// cost more than a long one.
+/// Words that the tokenizer is asked for one by one in a call. Beyond it the rest of a piece is asked for as one: to the tokenizer many
+/// short texts cost more than a long one.
 const MOST_ASKED: usize = 64;
 /// Words that are looked up together.
 const TOGETHER: usize = 16;
@@ -131,6 +131,8 @@ pub struct Asked<'a> {
     pub texts: Vec<&'a str>,
     /// Those that are words to be remembered, by their places in `texts`.
     words: HashMap<&'a str, usize>,
+    /// Words that only the tokenizer knows.
+    hard: usize,
 }
 
 impl<'a> Asked<'a> {
@@ -159,8 +161,8 @@ impl Words {
         Words { most, most_long, hasher, young, old }
     }
 
-    /// Reads a piece by its words; adds to `asked` what is not remembered of it.
-    pub fn read<'a>(&mut self, mut words: PieceWords<'a, '_>, asked: &mut Asked<'a>) -> Read {
+    /// Reads a piece by its words; adds to `asked` what is not remembered of it. `easy`: whether the tokenizer need not be asked.
+    pub fn read<'a>(&mut self, mut words: PieceWords<'a, '_>, asked: &mut Asked<'a>, easy: impl Fn(&str) -> bool) -> Read {
         let mut read = Read { ids: Vec::with_capacity(words.rest().len() / 2), gaps: Vec::new() };
         let mut next = [Next::default(); TOGETHER];
         loop {
@@ -169,12 +171,13 @@ impl Words {
                 if self.known(hash, word.as_bytes(), &mut read.ids) {
                     continue;
                 }
-                if asked.texts.len() < MOST_ASKED {
-                    read.gaps.push((read.ids.len(), asked.word(word)));
-                } else if let Some(&which) = asked.words.get(word) {
-                    read.gaps.push((read.ids.len(), which));
-                } else {
-                    read.gaps.push((read.ids.len(), asked.text(rest)));
+                let known = asked.words.get(word).copied();
+                let hard = known.is_none() && !easy(word);
+                let ends = hard && asked.hard == MOST_ASKED;
+                asked.hard += usize::from(hard && !ends);
+                let which = known.unwrap_or_else(|| if ends { asked.text(rest) } else { asked.word(word) });
+                read.gaps.push((read.ids.len(), which));
+                if ends {
                     return read;
                 }
             }
@@ -242,7 +245,7 @@ mod tests {
     use crate::cuts::Apart;
 
     fn read<'a>(memo: &mut Words, text: &'a str, asked: &mut Asked<'a>) -> Read {
-        memo.read(Apart::new(&[]).unwrap().words(text), asked)
+        memo.read(Apart::new(&[]).unwrap().words(text), asked, |word| word.starts_with(" easy"))
     }
 
     fn known(memo: &mut Words, text: &str) -> Option<Vec<u32>> {
@@ -300,5 +303,13 @@ mod tests {
         let mut again = Asked::default();
         read(&mut memo, &text, &mut again);
         assert_eq!(again.texts[0], " word64x");
+    }
+
+    #[test]
+    fn easy_words_are_asked_for_one_by_one_and_once() {
+        let text = (0..200).map(|n| format!(" easy{}x", n % 150)).collect::<String>() + " hard";
+        let mut asked = Asked::default();
+        read(&mut Words::new(1000, 1 << 20), &text, &mut asked);
+        assert_eq!((asked.texts.len(), asked.texts[150], asked.hard), (151, " hard", 1));
     }
 }

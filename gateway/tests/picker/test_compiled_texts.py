@@ -144,7 +144,7 @@ def test_a_text_of_one_piece_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> Non
         assert memo.bytes
 
 
-def test_words_are_asked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_words_that_no_merges_tell_are_asked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
     processor, asked = processors_by_kind()["llama3"], list[list[str]]()
     encode = processor.encode_pieces
 
@@ -154,12 +154,12 @@ def test_words_are_asked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(processor, "encode_pieces", counted)
     memo = CompiledMemo(processor, compiled())
-    for prompt in ("the river, the mill", "the mill, the river", "river, the mill"):
+    for prompt in ("the river, n\u0303, the \U0001f642", "the \U0001f642 \x80, the river", "\x80, the river\x80"):
         memo.hashed(COMPLETIONS_PATH, {"prompt": prompt}, ExtraKeys())
-    assert asked == [["the", " river,", " the", " mill"], [" mill,", " river"], ["river,"]]
+    assert asked == [[" n\u0303,", " \U0001f642"], [" \U0001f642 \x80,"], ["\x80,", " river\x80"]]
     body = {"messages": [{"role": "user", "content": "the mill " * 3}]}
     [chat] = memo.hashed(CHAT_PATH, body, ExtraKeys())
-    assert asked[3:] == [[" ", "<|end|>"]]
+    assert asked[3:] == [["<|end|>"]]
     assert [chat] == PrefixMemo(processor).hashed(CHAT_PATH, body, ExtraKeys())
     memo.hashed(CHAT_PATH, {"messages": [{"role": "user", "content": "the mill"}]}, ExtraKeys())
     assert len(asked) == 5  # one more: of the memo without words
@@ -175,12 +175,12 @@ def test_half_of_a_pair_is_refused_in_the_same_words() -> None:
 
 
 def test_what_does_not_answer_each_text_is_an_error() -> None:
-    hasher = compiled().TextHasher(4, [])
+    hasher = compiled().TextHasher(4, [], None)
     for by_words in (True, False):
         with pytest.raises(ValueError, match="encode has not answered"):
-            hasher.hashed(["a b", "c"], lambda _: [], by_words, [], [], b"", [], b"", b"")
-    assert hasher.hashed([], lambda _: [], True, [1], [2], b"", [], b"", b"") == []
+            hasher.hashed(["a b", "c"], lambda _: [], by_words, None, [], [], b"", [], b"", b"")
+    assert hasher.hashed([], lambda _: [], True, None, [1], [2], b"", [], b"", b"") == []
     with pytest.raises(ValueError, match="a block has no tokens"):
-        compiled().TextHasher(0, [])
+        compiled().TextHasher(0, [], None)
     with pytest.raises(OverflowError):
-        hasher.hashed(["a"], lambda _: [[-1]], True, [], [], b"", [], b"", b"")
+        hasher.hashed(["a"], lambda _: [[-1]], True, None, [], [], b"", [], b"", b"")

@@ -3,6 +3,7 @@
 from array import array
 from collections.abc import Sequence
 
+from penstock.gateway.load.merges import merges_of
 from penstock.gateway.picker.compiled import Compiled
 from penstock.prompt import cuts
 from penstock.prompt.bundle import PromptBundle
@@ -29,15 +30,16 @@ class CompiledHasher(BlockHasher):
 
 
 class CompiledMemo(PrefixMemo):
-    """A memo that goes from a text to its hashes in one call, asks the tokenizer only for words that it does not remember, and
-    makes no list of the tokens."""
+    """A memo that goes from a text to its hashes in one call, asks the tokenizer only for words that it neither remembers nor can
+    read by the merges, and makes no list of the tokens."""
 
     def __init__(self, processor: PromptProcessor, compiled: Compiled, max_bytes: int = MAX_BYTES) -> None:
         hasher = CompiledHasher(processor.bundle, compiled)
         super().__init__(processor, max_bytes, hasher)
         self._root = hasher.root
         self._named = compiled.BlockHashes
-        self._texts = compiled.TextHasher(hasher.block_size, self._cutter.apart)
+        merges = merges_of(processor.bundle.tokenizer) if self._cutter.by_words else None
+        self._texts = compiled.TextHasher(hasher.block_size, self._cutter.apart, merges)
 
     def _keeps_none(self, text: str, *, alone: bool) -> bool:
         """Where words are remembered, to hash a text of one piece costs less than to keep it. Only its like would find it."""
@@ -50,7 +52,16 @@ class CompiledMemo(PrefixMemo):
         first = first_keys(extra) if parent is None else b""
         try:
             hashed = self._texts.hashed(
-                rest.pieces, rest.encode, by_words, rest.before, rest.after, parent or self._root, tail, every_key(extra), first
+                rest.pieces,
+                rest.encode,
+                by_words,
+                rest.most,
+                rest.before,
+                rest.after,
+                parent or self._root,
+                tail,
+                every_key(extra),
+                first,
             )
         except UnicodeEncodeError:
             return super()._encoded(known, rest, extra)  # which refuses it by name

@@ -17,7 +17,7 @@ from penstock.gateway.picker.figures import Figures, Floats, Rows
 from penstock.gateway.residency.index import MAX_BLOCKS, MAX_BLOCKS_PER_REPLICA, Knowledge, ResidencyIndex
 
 PACKAGE, MODULE = "penstock-gateway-native", "penstock_gateway_native"
-INTERFACE = 9
+INTERFACE = 10
 """Number of what follows; rises with each change of it. A package with another number is not used."""
 
 log = logging.getLogger(__name__)
@@ -31,6 +31,7 @@ class TextHasher(Protocol):
         pieces: Sequence[str],
         encode: Callable[[list[str]], list[list[int]]],
         by_words: bool,
+        most: int | None,
         before: Sequence[int],
         after: Sequence[int],
         parent: bytes,
@@ -45,6 +46,7 @@ class TextHasher(Protocol):
             pieces: In order; the tokens of the text are those of its pieces.
             encode: The tokens of each of these texts, which are pieces, or words of pieces that are not remembered.
             by_words: Whether pieces may be cut between words; see `penstock.prompt.cuts.Cutter.by_words`.
+            most: Bytes of words that are not remembered up to which they are read by the merges; None: there is no limit.
             before: Tokens before those of the first piece.
             after: Tokens after those of the last.
             parent: Hash of the block before, or the root.
@@ -180,8 +182,14 @@ class Compiled(Protocol):
         """The names of blocks, which are concatenated in `packed`, for a `ResidencyIndex` that need not look at each."""
         ...
 
-    def TextHasher(self, block_size: int, apart: Sequence[str]) -> TextHasher:
-        """A `TextHasher` that remembers nothing yet; `apart` is `penstock.prompt.cuts.Cutter.apart`."""
+    def TextHasher(self, block_size: int, apart: Sequence[str], merges: tuple[Any, ...] | None) -> TextHasher:
+        """A `TextHasher` that remembers nothing yet. Raises `ValueError` for merges that are none.
+
+        Args:
+            block_size: In tokens.
+            apart: `penstock.prompt.cuts.Cutter.apart`.
+            merges: A `penstock.gateway.load.merges.Merges`; None: new words are for the tokenizer.
+        """
         ...
 
     def Wire(self, names: Sequence[str], subset: Place, log: str, notes: Sequence[str], served: Place, address: Place) -> Wire:
