@@ -50,6 +50,7 @@ fn penstock_gateway_native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("FIGURES", price::FIGURES)?;
     module.add_class::<h2::BlockCache>()?;
     module.add_class::<h2::Connection>()?;
+    module.add_class::<h2::Exchanges>()?;
     module.add_class::<h2::Stream>()?;
     module.add_class::<hashes::BlockHashes>()?;
     module.add_class::<index::ResidencyIndex>()?;

@@ -114,6 +114,23 @@ impl Wire {
         removes: Vec<String>,
         metadata: Vec<(String, Bound<'py, PyDict>)>,
     ) -> PyResult<Bound<'py, PyBytes>> {
+        Ok(PyBytes::new(py, &Self::picked_of(mutation, sets, removes, metadata)?))
+    }
+
+    /// The answer that has a chunk of the request's body, its last one where it `ends`.
+    fn chunk<'py>(&self, py: Python<'py>, body: &[u8], ends: bool) -> Bound<'py, PyBytes> {
+        PyBytes::new(py, &Self::chunk_of(body, ends))
+    }
+}
+
+impl Wire {
+    /// See `picked`.
+    pub fn picked_of(
+        mutation: &[u8],
+        sets: Vec<(String, String)>,
+        removes: Vec<String>,
+        metadata: Vec<(String, Bound<'_, PyDict>)>,
+    ) -> PyResult<Vec<u8>> {
         let set = |(key, value): (String, String)| HeaderValueOption {
             header: Some(HeaderValue { key, value: String::new(), raw_value: value.into_bytes() }),
             append_action: OVERWRITE,
@@ -132,11 +149,11 @@ impl Wire {
             request_body: None,
             dynamic_metadata: (!spaces.is_empty()).then(|| object(spaces)),
         };
-        Ok(PyBytes::new(py, &answer.encode_to_vec()))
+        Ok(answer.encode_to_vec())
     }
 
-    /// The answer that has a chunk of the request's body, its last one where it `ends`.
-    fn chunk<'py>(&self, py: Python<'py>, body: &[u8], ends: bool) -> Bound<'py, PyBytes> {
+    /// See `chunk`.
+    pub fn chunk_of(body: &[u8], ends: bool) -> Vec<u8> {
         let streamed = StreamedBodyResponse { body: body.to_vec(), end_of_stream: ends };
         let mutation = BodyMutation { streamed_response: Some(streamed) };
         let common = CommonResponse { header_mutation: Vec::new(), body_mutation: Some(mutation), clear_route_cache: false };
@@ -145,13 +162,21 @@ impl Wire {
             request_body: Some(PartResponse { response: Some(common) }),
             dynamic_metadata: None,
         };
-        PyBytes::new(py, &answer.encode_to_vec())
+        answer.encode_to_vec()
     }
-}
 
-impl Wire {
+    /// Whether a request's metadata has the subset's hint.
+    pub fn hints(&self, metadata: Option<&Metadata>) -> bool {
+        self.hinted(metadata).is_some()
+    }
+
+    fn hinted<'a>(&self, metadata: Option<&'a Metadata>) -> Option<&'a Value> {
+        let (space, name) = &self.subset;
+        metadata.and_then(|it| it.filter_metadata.get(space)).and_then(|it| it.fields.get(name))
+    }
+
     /// The headers that anybody looks at; of several with one name, the last.
-    fn headers<'py>(&self, py: Python<'py>, map: Option<&HeaderMap>) -> PyResult<Bound<'py, PyDict>> {
+    pub fn headers<'py>(&self, py: Python<'py>, map: Option<&HeaderMap>) -> PyResult<Bound<'py, PyDict>> {
         let found = PyDict::new(py);
         for header in map.map_or(&[][..], |map| &map.headers) {
             let name = self.names.get(&header.key).or_else(|| self.names.get(&header.key.to_lowercase()));
@@ -164,12 +189,10 @@ impl Wire {
     }
 
     fn hint<'py>(&self, py: Python<'py>, metadata: Option<&Metadata>) -> PyResult<Option<Bound<'py, PyTuple>>> {
-        let (space, name) = &self.subset;
-        let value = metadata.and_then(|it| it.filter_metadata.get(space)).and_then(|it| it.fields.get(name));
-        value.map(|value| PyTuple::new(py, [plain(py, value)?])).transpose()
+        self.hinted(metadata).map(|value| PyTuple::new(py, [plain(py, value)?])).transpose()
     }
 
-    fn noted<'py>(&self, py: Python<'py>, metadata: Option<&Metadata>) -> PyResult<Option<Bound<'py, PyDict>>> {
+    pub fn noted<'py>(&self, py: Python<'py>, metadata: Option<&Metadata>) -> PyResult<Option<Bound<'py, PyDict>>> {
         let Some(Struct { fields }) = metadata.and_then(|it| it.filter_metadata.get(&self.log)) else {
             return Ok(None);
         };
@@ -186,7 +209,7 @@ impl Wire {
     }
 
     /// The endpoint that answered, by the protocol's metadata, else by the proxy's attribute.
-    fn served(&self, metadata: Option<&Metadata>, attributes: &BTreeMap<String, Struct>) -> Option<String> {
+    pub fn served(&self, metadata: Option<&Metadata>, attributes: &BTreeMap<String, Struct>) -> Option<String> {
         let (space, name) = &self.served;
         let value = metadata.and_then(|it| it.filter_metadata.get(space)).and_then(|it| it.fields.get(name));
         let said = value.and_then(|value| match &value.kind {

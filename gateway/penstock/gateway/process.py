@@ -308,7 +308,7 @@ class Gateway:
         try:
             async with asyncio.timeout(DRAIN_S - NOTICE_S):
                 for service in services:
-                    await service.idle.wait()
+                    await service.idle()
         except TimeoutError:
             left = sum(service.open for service in services)
             log.warning("%d requests had no response headers after %.0f s", left, DRAIN_S)

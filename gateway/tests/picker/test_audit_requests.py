@@ -103,7 +103,7 @@ async def test_who_leaves_and_who_is_turned_away_early_have_their_lines(world: A
     await world.until(lambda: world.state.held)
     asked.cancel()
     waiting.call.cancel()
-    world.gateway._extproc._ceiling._most_bytes = 10
+    world.gateway._extproc.ceiling._most_bytes = 10
     assert world.error(await world.stream().ask(world.completion(), **KEY))[0] == 503
     left, early = sorted(await lines(world, audit_log, 2), key=lambda it: it["status"])
     assert (left["status"], left["reason"], left["tenant"]) == (499, "client_gone", "search")

@@ -8,7 +8,7 @@ from penstock.gateway.extproc.ceiling import Ceiling
 
 async def test_too_many_streams_and_too_many_bytes_are_503_by_name(world: Any) -> None:
     await world.ready()
-    ceiling: Ceiling = world.gateway._extproc._ceiling
+    ceiling: Ceiling = world.gateway._extproc.ceiling
     ceiling._most_streams, ceiling._most_bytes = 2, 5_000
     first, second = world.stream(), world.stream()
     for stream in (first, second):
@@ -30,7 +30,7 @@ async def test_too_many_streams_and_too_many_bytes_are_503_by_name(world: Any) -
 async def test_bodies_that_wait_count(world: Any) -> None:
     world.fleet(hold_timeout_s=60.0)
     await world.until(lambda: world.state.directory.names.get("tiny"))
-    ceiling: Ceiling = world.gateway._extproc._ceiling
+    ceiling: Ceiling = world.gateway._extproc.ceiling
     stream = world.stream()
     asked = asyncio.create_task(stream.ask(world.completion()))
     await world.until(lambda: world.state.held and ceiling.bytes > 100)

@@ -111,6 +111,9 @@ impl Core {
             return Err(Fault::Stream(code::PROTOCOL_ERROR));
         }
         it.ended = true;
+        if it.exchange.is_some() {
+            self.touched.push(stream.clone_ref(py));
+        }
         self.told.extend(it.receiver.as_ref().map(|receiver| Told::End(receiver.clone_ref(py))));
         Ok(())
     }
@@ -212,18 +215,24 @@ impl Core {
     /// A stream has its receiver; None refuses it.
     pub fn opened(&mut self, py: Python<'_>, stream: Py<Stream>, receiver: Option<Py<PyAny>>, ends: bool) -> Outcome {
         let id = stream.borrow(py).id;
-        let outcome = match receiver {
-            None => self.tax().and(Err(Fault::Stream(code::REFUSED_STREAM))),
-            some => {
-                let mut it = stream.borrow_mut(py);
-                it.receiver = some;
-                self.header_bytes += it.head.get().size;
-                drop(it);
-                self.streams.insert(id, stream.clone_ref(py));
-                if ends { self.end(py, &stream) } else { Ok(()) }
-            }
-        };
+        let Some(receiver) = receiver else { return self.refused(py, id) };
+        stream.borrow_mut(py).receiver = Some(receiver);
+        self.admitted(py, &stream);
+        let outcome = if ends { self.end(py, &stream) } else { Ok(()) };
         self.settle(py, id, outcome).map(|_| ())
+    }
+
+    /// A stream has a receiver, or an exchange that is taken in here.
+    pub fn admitted(&mut self, py: Python<'_>, stream: &Py<Stream>) {
+        let it = stream.borrow(py);
+        self.header_bytes += it.head.get().size;
+        self.streams.insert(it.id, stream.clone_ref(py));
+    }
+
+    /// Nobody takes the stream.
+    pub fn refused(&mut self, py: Python<'_>, id: u32) -> Outcome {
+        let outcome = self.tax().and(Err(Fault::Stream(code::REFUSED_STREAM)));
+        self.settle(py, id, outcome).map(|_: Option<()>| ())
     }
 
     fn priority(&mut self, id: u32, payload: &[u8]) -> Outcome {

@@ -40,6 +40,8 @@ pub struct Core {
     pub closed: bool,
     pub fault: String,
     pub told: Vec<Told>,
+    /// Streams whose exchanges have come further, until they are looked at.
+    pub touched: Vec<Py<Stream>>,
     pub now: f64,
     pub receive_window: i64,
     pub(super) limits: Limits,
@@ -84,6 +86,7 @@ impl Core {
             closed: false,
             fault: String::new(),
             told: Vec::new(),
+            touched: Vec::new(),
             now,
             receive_window: limits.connection_window,
             cache,
@@ -292,7 +295,7 @@ impl Core {
         keep(&mut self.farewells, stream.id, !stream.ended, self.limits.ended_kept);
         self.streams.remove(&stream.id);
         self.header_bytes -= stream.head.get().size;
-        stream.receiver = None;
+        (stream.receiver, stream.exchange) = (None, None);
         self.resets.give();
     }
 
@@ -309,6 +312,7 @@ impl Core {
             let mut it = stream.borrow_mut(py);
             self.header_bytes -= it.head.get().size;
             self.egress.drop(&mut it);
+            it.exchange = None;
             self.told.extend(it.receiver.take().map(|receiver| Told::Reset(receiver, code)));
         }
     }

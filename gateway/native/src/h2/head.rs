@@ -17,11 +17,11 @@ const MOST_DIGITS: usize = 15;
 /// See `penstock.gateway.h2.blocks.Head`.
 #[pyclass(frozen)]
 pub struct Head {
-    regular: Vec<(String, Py<PyString>)>,
+    pub(super) regular: Vec<(String, Py<PyString>)>,
     #[pyo3(get)]
     fields: Py<PyTuple>,
     #[pyo3(get)]
-    pseudo: Py<PyDict>,
+    pub(super) pseudo: Py<PyDict>,
     #[pyo3(get)]
     pub content_length: Option<i64>,
     /// It has pseudo-headers, as trailers have not.

@@ -4,13 +4,16 @@
 mod arrivals;
 mod connection;
 mod egress;
+mod events;
 mod frames;
 mod head;
 mod hpack;
 mod limits;
 mod peer;
 mod stream;
+mod whole;
 
 pub use head::BlockCache;
 pub use peer::Connection;
 pub use stream::Stream;
+pub use whole::Exchanges;

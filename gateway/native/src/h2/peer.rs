@@ -5,10 +5,13 @@ use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict};
 
 use super::connection::{Core, Next, Told};
+use super::events::{deliver, feed};
 use super::frames::Fault;
 use super::head::BlockCache;
 use super::limits::Limits;
 use super::stream::Stream;
+use super::whole::Exchanges;
+use crate::wire::Wire;
 
 /// Room for what is to be written that a connection keeps: one large answer must not hold its size for as long as its peer stays.
 const KEPT_BYTES: usize = 64 * 1024;
@@ -16,9 +19,11 @@ const KEPT_BYTES: usize = 64 * 1024;
 /// See `penstock.gateway.h2.connection.Connection`.
 #[pyclass]
 pub struct Connection {
-    core: Core,
+    pub(super) core: Core,
     /// None once the connection has ended: it may be what holds the connection.
-    accept: Option<Py<PyAny>>,
+    pub(super) accept: Option<Py<PyAny>>,
+    /// Which exchanges are taken in here, and who hears of them; None where none are, and once the connection has ended.
+    pub(super) exchanges: Option<(Py<Exchanges>, Py<PyAny>)>,
     /// The beginning of a frame whose rest has not come.
     buffer: Vec<u8>,
 }
@@ -26,8 +31,17 @@ pub struct Connection {
 #[pymethods]
 impl Connection {
     #[new]
-    fn new(accept: Py<PyAny>, cache: Py<BlockCache>, now: f64, limits: Limits) -> Self {
-        Connection { core: Core::new(cache, limits, now), accept: Some(accept), buffer: Vec::new() }
+    #[pyo3(signature = (accept, cache, now, limits, exchanges=None, taker=None))]
+    fn new(
+        accept: Py<PyAny>,
+        cache: Py<BlockCache>,
+        now: f64,
+        limits: Limits,
+        exchanges: Option<Py<Exchanges>>,
+        taker: Option<Py<PyAny>>,
+    ) -> Self {
+        let exchanges = exchanges.zip(taker);
+        Connection { core: Core::new(cache, limits, now), accept: Some(accept), exchanges, buffer: Vec::new() }
     }
 
     /// Streams that we have not ended yet.
@@ -87,7 +101,29 @@ impl Connection {
         let mut at = 0;
         while slf.take_in(bytes, &mut at)? {}
         slf.borrow_mut().buffer = bytes[at..].to_vec();
-        Ok(())
+        deliver(slf)
+    }
+
+    /// Answers a request that was told of as a whole with its destination, and ends its stream; see `Wire::picked`.
+    #[allow(clippy::too_many_arguments)]
+    fn routed(
+        slf: &Bound<'_, Self>,
+        stream: Py<Stream>,
+        mutation: &[u8],
+        sets: Vec<(String, String)>,
+        removes: Vec<String>,
+        metadata: Vec<(String, Bound<'_, PyDict>)>,
+        body: &[u8],
+    ) -> PyResult<()> {
+        let picked = Wire::picked_of(mutation, sets, removes, metadata)?;
+        {
+            let mut me = slf.borrow_mut();
+            let Connection { core, exchanges, .. } = &mut *me;
+            if let Some((of, _)) = exchanges {
+                of.get().routed(slf.py(), core, &stream, &picked, body);
+            }
+        }
+        slf.tell()
     }
 
     /// See `Core::consumed`.
@@ -164,12 +200,15 @@ impl Connection {
 }
 
 /// What calls Python.
-trait Calls {
+pub trait Calls {
     /// Takes in the next frames of `bytes`; whether there may be more.
     fn take_in(&self, bytes: &[u8], at: &mut usize) -> PyResult<bool>;
 
     /// Tells receivers what they must hear.
     fn tell(&self) -> PyResult<()>;
+
+    /// Whether the new stream is an exchange that is taken in here.
+    fn begun(&self, stream: &Py<Stream>) -> PyResult<bool>;
 }
 
 impl Calls for Bound<'_, Connection> {
@@ -180,12 +219,18 @@ impl Calls for Bound<'_, Connection> {
             Ok(None) => return Ok(false),
             Ok(Some(Next::Tell)) => Ok(()),
             Ok(Some(Next::Data(stream, data, ends))) => {
+                let taken = {
+                    let mut me = self.borrow_mut();
+                    let Connection { core, exchanges, .. } = &mut *me;
+                    feed(py, core, exchanges.as_ref().map(|(of, _)| of), &stream, data)?
+                };
                 let receiver = stream.borrow(py).receiver.as_ref().map(|receiver| receiver.clone_ref(py));
-                if let Some(receiver) = receiver {
+                if let Some(receiver) = receiver.filter(|_| !taken) {
                     receiver.call_method1(py, intern!(py, "data"), (PyBytes::new(py, data),))?;
                 }
                 if ends { self.borrow_mut().core.data_taken(py, &stream) } else { Ok(()) }
             }
+            Ok(Some(Next::Open(stream, ends))) if !ends && self.begun(&stream)? => Ok(()),
             Ok(Some(Next::Open(stream, ends))) => {
                 let accept = {
                     let me = self.borrow();
@@ -205,12 +250,31 @@ impl Calls for Bound<'_, Connection> {
         Ok(true)
     }
 
+    fn begun(&self, stream: &Py<Stream>) -> PyResult<bool> {
+        let (py, mut me) = (self.py(), self.borrow_mut());
+        let Connection { core, exchanges, .. } = &mut *me;
+        let Some((of, _)) = exchanges else { return Ok(false) };
+        let exchange = {
+            let it = stream.borrow(py);
+            let head = it.head.get();
+            if !core.has_room(head) {
+                return Ok(false);
+            }
+            of.get().begun(py, head)?
+        };
+        let Some(exchange) = exchange else { return Ok(false) };
+        stream.borrow_mut(py).exchange = Some(Box::new(exchange));
+        core.admitted(py, stream);
+        core.touched.push(stream.clone_ref(py));
+        Ok(true)
+    }
+
     fn tell(&self) -> PyResult<()> {
         let py = self.py();
         loop {
-            let (told, _accept) = {
+            let (told, _over) = {
                 let mut me = self.borrow_mut();
-                let over = me.core.closed.then(|| me.accept.take());
+                let over = me.core.closed.then(|| (me.accept.take(), me.exchanges.take()));
                 (std::mem::take(&mut me.core.told), over)
             };
             if told.is_empty() {

@@ -3,6 +3,7 @@
 use pyo3::prelude::*;
 
 use super::head::Head;
+use super::whole::Exchange;
 
 /// A stream from its request's headers until we have ended it; see `penstock.gateway.h2.stream.Stream`.
 #[pyclass]
@@ -13,6 +14,8 @@ pub struct Stream {
     pub head: Py<Head>,
     /// None once the stream is over: it may be what holds the stream.
     pub receiver: Option<Py<PyAny>>,
+    /// What comes is an exchange, until that has come to something.
+    pub exchange: Option<Box<Exchange>>,
     /// True while we may still send.
     #[pyo3(get)]
     pub open: bool,
@@ -46,6 +49,7 @@ impl Stream {
             id,
             head,
             receiver: None,
+            exchange: None,
             open: true,
             answered: false,
             ended: false,

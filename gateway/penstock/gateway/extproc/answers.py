@@ -42,7 +42,7 @@ def _control(*kept: str) -> bytes:
 _RESPONDED = HeadersResponse(response=CommonResponse(header_mutation=HeaderMutation(remove_headers=headers.LOADS)))
 
 
-def _pick(routed: Routed) -> Pick:
+def pick(routed: Routed) -> Pick:
     """Sends the request on its way: destination and pool set, the client's control headers gone."""
     destination = ",".join(routed.endpoints)
     sets, removes = [(headers.DESTINATION, destination)], list(routed.removes)
@@ -65,7 +65,7 @@ def _pick(routed: Routed) -> Pick:
 
 def picked(routed: Routed, wire: Wire) -> bytes:
     """The answer to the headers of a request that goes on."""
-    return wire.picked(_pick(routed))
+    return wire.picked(pick(routed))
 
 
 def request_headers() -> ProcessingResponse:
@@ -96,7 +96,7 @@ def request_body(routed: Routed) -> ProcessingResponse:
     """Return the answer to a buffered body. Its content length must be right, unlike that of a streamed body."""
     answer = ProcessingResponse()
     common = answer.request_body.response
-    send_on(answer, common, _pick(routed))
+    send_on(answer, common, pick(routed))
     if routed.body is not None:
         common.body_mutation.body = routed.body
         overwrite(common.header_mutation, "content-length", str(len(routed.body)))

@@ -149,15 +149,14 @@ class Exchange:
                     return []
         except Refused as refused:
             # Our own Envoy still has what it sent, as long as nothing was answered.
-            if refused.reason == SHUTTING_DOWN and self._duplex and self._inference_pool is None:
+            if hands_over(refused) and self._duplex and self._inference_pool is None:
                 raise HandedOver(str(refused)) from None
             self._director.refused(Call(headers=self._headers or {}), refused)
             return [self._answered(answers.refusal(refused))]
 
     def failed(self) -> ProcessingResponse:
         """The answer where a mistake of ours keeps the request from being decided."""
-        refused = Refused(500, "the gateway failed to decide where this request goes", "internal_error")
-        return self._answered(answers.refusal(refused))
+        return self._answered(failure())
 
     def told(self) -> None:
         """The answers so far are about to be sent."""
@@ -239,12 +238,10 @@ class Exchange:
             inference_pool=self._inference_pool,
             traceparent=self._traceparent,
         )
-        outcome = await self._director.route(call)
+        outcome = reached(await self._director.route(call), self._destinations)
         self._let_go()
         if isinstance(outcome, Answered):
             return self._answered(outcome)
-        if len(outcome.endpoints) > self._destinations:
-            outcome = msgspec.structs.replace(outcome, endpoints=outcome.endpoints[: self._destinations])
         self._routed = outcome
         return outcome
 
@@ -294,6 +291,23 @@ class Exchange:
         if message.noted is None or self._inference_pool is not None:
             return []
         return self._director.returned(message.noted, ResponseHead(headers=message.headers, served=message.served))
+
+
+def hands_over(refused: Refused) -> bool:
+    """Whether another process may still decide what this one has refused."""
+    return refused.reason == SHUTTING_DOWN
+
+
+def failure() -> Answered:
+    """The answer where a mistake of ours keeps a request from being decided."""
+    return answers.refusal(Refused(500, "the gateway failed to decide where this request goes", "internal_error"))
+
+
+def reached(outcome: Routed | Answered, destinations: int) -> Routed | Answered:
+    """The outcome with no more destinations than the gateway reads."""
+    if isinstance(outcome, Routed) and len(outcome.endpoints) > destinations:
+        return msgspec.structs.replace(outcome, endpoints=outcome.endpoints[:destinations])
+    return outcome
 
 
 def _waits(modes: Modes, ends: bool) -> bool:

@@ -14,10 +14,14 @@ from penstock.api import headers
 from penstock.api.tracing import TRACEPARENT
 from penstock.gateway.extproc.ceiling import Ceiling
 from penstock.gateway.extproc.exchange import Director, Exchange, HandedOver, UnsupportedMode
-from penstock.gateway.extproc.wire import Message, PlainWire, Wire, as_bytes
+from penstock.gateway.extproc.whole import WholeExchanges
+from penstock.gateway.extproc.wire import CompiledWire, Message, PlainWire, Wire, as_bytes
+from penstock.gateway.h2.server import Server
 from penstock.gateway.picker.choice import MAX_ENDPOINTS
 
-SERVICE = "envoy.service.ext_proc.v3.ExternalProcessor"
+SERVICE, METHOD = "envoy.service.ext_proc.v3.ExternalProcessor", "Process"
+LOOK_S = 0.02
+"""How often one that stops looks whether its streams have ended: no stream need say so."""
 _REQUEST_PHASE = (headers.PHASE, headers.REQUEST_PHASE)
 HEARD_OUT_S = 30.0
 """How long a caller whose request was refused may go on sending it. Some lose the answer if the stream ends under their hands,
@@ -51,39 +55,43 @@ class ExtProcService:
         traced: bool = False,
         wire: Wire | None = None,
     ) -> None:
-        self._traced = traced
+        self.traced = traced
         self._wire = wire or PlainWire()
-        self._director = director
-        self._ceiling = ceiling
+        self.director = director
+        self.ceiling = ceiling or Ceiling()
         self._inference_pool = inference_pool
-        self._destinations = destinations
+        self.destinations = destinations
         self.open = 0
         """Streams in progress."""
-        self.idle = asyncio.Event()
-        """Set while there is none."""
-        self.idle.set()
+
+    async def idle(self) -> None:
+        """Waits until no stream is in progress."""
+        while self.open:  # noqa: ASYNC110 - an event would cost each stream, and only a process that stops asks
+            await asyncio.sleep(LOOK_S)
 
     def add_to(self, server: Registry) -> None:
         """Has `server` serve this."""
         process = grpc.stream_stream_rpc_method_handler(
             self.Process, request_deserializer=self._wire.read, response_serializer=as_bytes
         )
-        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, {"Process": process}),))
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, {METHOD: process}),))
+        wire = self._wire
+        if self._inference_pool is None and isinstance(wire, CompiledWire) and isinstance(server, Server) and server.compiled:
+            server.shortcut = WholeExchanges(self, f"/{SERVICE}/{METHOD}", server.compiled, wire)
 
     async def Process(self, request_iterator: object, context: grpc.aio.ServicerContext) -> None:
         """See the protocol. A stream that the caller resets cancels this coroutine, wherever it waits."""
         metadata = context.invocation_metadata() or ()
         exchange = Exchange(
-            self._director,
-            self._destinations,
+            self.director,
+            self.destinations,
             self._inference_pool,
-            self._ceiling,
+            self.ceiling,
             apart=self._inference_pool is None and _REQUEST_PHASE in metadata,
-            traceparent=next((str(value) for key, value in metadata if key == TRACEPARENT), None) if self._traced else None,
+            traceparent=next((str(value) for key, value in metadata if key == TRACEPARENT), None) if self.traced else None,
             wire=self._wire,
         )
         self.open += 1
-        self.idle.clear()
         try:
             while not exchange.over and (message := await context.read()) is not EOF:
                 try:
@@ -110,8 +118,6 @@ class ExtProcService:
             await context.abort(grpc.StatusCode.INTERNAL, f"the message is unreadable: {error}")
         finally:
             self.open -= 1
-            if not self.open:
-                self.idle.set()
             exchange.close()
 
 

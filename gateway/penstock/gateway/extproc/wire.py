@@ -139,6 +139,7 @@ class CompiledWire:
         subset = headers.SUBSET_NAMESPACE, headers.SUBSET
         served = headers.METADATA_NAMESPACE, headers.DESTINATION_SERVED
         made = compiled.Wire(sorted(READ), subset, headers.LOG_NAMESPACE, NOTED, served, (ATTRIBUTES, ADDRESS))
+        self.compiled = made
         self._read, self._picked, self.chunk = made.read, made.picked, made.chunk
         self._plain = PlainWire()
 

@@ -1,6 +1,6 @@
 """The two forms of a connection: Python's, which is the statement, and the compiled one."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 from penstock.gateway.h2 import connection, limits
@@ -101,14 +101,21 @@ class Connection(Protocol):
         ...
 
 
-Connect = Callable[[connection.Accept, float], Connection]
-"""Makes a connection, of who takes its streams and the time."""
+class Connect(Protocol):
+    """Makes a connection."""
+
+    def __call__(
+        self, accept: connection.Accept, now: float, exchanges: object | None = None, taker: object | None = None
+    ) -> Connection:
+        """Makes one, of who takes its streams and the time. The compiled one takes exchanges in by itself; see
+        `Compiled.Connection`."""
+        ...
 
 
 def connect_by(compiled: Compiled | None) -> Connect:
     """What makes connections, which share what they remember of header blocks."""
     if compiled is None:
         cache = BlockCache()
-        return lambda accept, now: connection.Connection(accept, cache, now)
+        return lambda accept, now, exchanges=None, taker=None: connection.Connection(accept, cache, now)
     blocks = compiled.BlockCache()
-    return lambda accept, now: compiled.Connection(accept, blocks, now, limits)
+    return lambda accept, now, exchanges=None, taker=None: compiled.Connection(accept, blocks, now, limits, exchanges, taker)

@@ -8,7 +8,7 @@ import contextlib
 import logging
 import ssl
 from collections.abc import Callable, Sequence
-from typing import cast
+from typing import Protocol, cast
 
 import grpc
 
@@ -29,6 +29,19 @@ LINGER_S = 5.0
 log = logging.getLogger(__name__)
 
 
+class Shortcut(Protocol):
+    """Exchanges that compiled connections take in by themselves; see `Compiled.Connection`."""
+
+    @property
+    def exchanges(self) -> object:
+        """Which."""
+        ...
+
+    def taker(self, peer: "ServerProtocol") -> object:
+        """Who hears of those of a connection."""
+        ...
+
+
 class Server:
     """Serves gRPC on any number of addresses.
 
@@ -40,7 +53,10 @@ class Server:
 
     def __init__(self, max_message_bytes: int, max_calls: int = limits.MAX_STREAMS, *, compiled: Compiled | None = None) -> None:
         self.methods = Methods()
+        self.compiled = compiled
         self.connect = connect_by(compiled)
+        self.shortcut: Shortcut | None = None
+        """What the compiled connections take in without calls."""
         self.max_message_bytes = max_message_bytes
         self.max_calls = max_calls
         self.calls = 0
@@ -102,7 +118,7 @@ class ServerProtocol(asyncio.Protocol):
     def __init__(self, server: Server) -> None:
         self.server = server
         self._loop = asyncio.get_running_loop()
-        self.connection = server.connect(self._accept, self._loop.time())
+        self.connection = self._connect()
         self.address = ""
         self._turning = False  # a turn goes on, or is on its way
         self._workers: list[Worker | _Answered] = []  # to be stepped
@@ -197,6 +213,12 @@ class ServerProtocol(asyncio.Protocol):
         if connection.flushed():
             self.flush_soon()
         return None
+
+    def _connect(self) -> Connection:
+        server, now = self.server, self._loop.time()
+        if server.shortcut is None:
+            return server.connect(self._accept, now)
+        return server.connect(self._accept, now, server.shortcut.exchanges, server.shortcut.taker(self))
 
     def _accept(self, stream: Stream) -> Receiver | None:
         """A new stream: a call, or what can be answered without one."""

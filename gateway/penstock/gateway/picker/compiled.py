@@ -223,7 +223,41 @@ class Compiled(Protocol):
         """What connections have seen of header blocks; see `penstock.gateway.h2.blocks.BlockCache`."""
         ...
 
-    def Connection(self, accept: Callable[[Any], Any], cache: object, now: float, limits: object) -> Any:
+    def Exchanges(
+        self,
+        path: str,
+        phase: tuple[str, str],
+        wire: object,
+        most_bytes: int,
+        chunk_bytes: int,
+        head: bytes,
+        ok: bytes,
+        ok_alone: bytes,
+    ) -> object:
+        """What exchanges of ext_proc have in common that connections take in by themselves; see
+        `penstock.gateway.extproc.whole`.
+
+        Args:
+            path: Of the method.
+            phase: The header of calls that have a request and not its response.
+            wire: Made by `Wire`.
+            most_bytes: Of a request; calls take larger ones.
+            chunk_bytes: Of a request's body in one message.
+            head: The header block of an answer.
+            ok: The trailers of one that was right.
+            ok_alone: The same where there is no answer before them.
+        """
+        ...
+
+    def Connection(
+        self,
+        accept: Callable[[Any], Any],
+        cache: object,
+        now: float,
+        limits: object,
+        exchanges: object | None = None,
+        taker: object | None = None,
+    ) -> Any:
         """A `penstock.gateway.h2.forms.Connection`.
 
         Args:
@@ -231,6 +265,8 @@ class Compiled(Protocol):
             cache: Made by `BlockCache`.
             now: Monotonic seconds.
             limits: What has the figures of `penstock.gateway.h2.limits`.
+            exchanges: Made by `Exchanges`: what it takes in by itself; None: nothing.
+            taker: Who hears of those: a `penstock.gateway.extproc.whole.Taker`.
         """
         ...
 

@@ -1,0 +1,199 @@
+"""The usual exchanges, which the compiled connection takes in and answers itself: here they are decided, in one call for each.
+
+Usual is a request of our own Envoy that comes in full duplex, with a body and without trailers, of which one message goes on, and
+the head of a response that is only shown. What else an exchange can be goes to a `Call` and an `Exchange`, with all bytes that
+have come, as if they had been asked from the start. Those two are the statement; tests hold this against them.
+"""
+
+import logging
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import grpc
+
+from penstock.api import headers
+from penstock.api.tracing import TRACEPARENT
+from penstock.gateway.extproc import answers
+from penstock.gateway.extproc.call import Answered, Call, Refused, ResponseHead
+from penstock.gateway.extproc.ceiling import Ceiling
+from penstock.gateway.extproc.exchange import Director, failure, hands_over, reached
+from penstock.gateway.extproc.wire import CompiledWire
+from penstock.gateway.h2.frames import Code
+from penstock.gateway.h2.messages import OK, OK_ALONE, RESPONSE_HEAD, trailers
+from penstock.gateway.h2.server import ServerProtocol
+from penstock.gateway.h2.stream import Stream
+from penstock.gateway.h2.worker import Worker
+from penstock.gateway.picker.compiled import Compiled
+
+MOST_BYTES = answers.CHUNK_BYTES
+"""Of a request's messages: so its body goes on in one, and no answer waits for a caller that does not read."""
+
+log = logging.getLogger(__name__)
+
+
+class Service(Protocol):
+    """The service whose exchanges they are."""
+
+    open: int
+    director: Director
+    ceiling: Ceiling
+    destinations: int
+    traced: bool
+
+
+class WholeExchanges:
+    """See `penstock.gateway.h2.server.Shortcut`.
+
+    Args:
+        service: Whose they are.
+        path: Of its method.
+        compiled: What takes them in.
+        wire: Reads their messages.
+    """
+
+    def __init__(self, service: Service, path: str, compiled: Compiled, wire: CompiledWire) -> None:
+        phase = headers.PHASE, headers.REQUEST_PHASE
+        self._service = service
+        self.exchanges = compiled.Exchanges(
+            path, phase, wire.compiled, MOST_BYTES, answers.CHUNK_BYTES, RESPONSE_HEAD, OK, OK_ALONE
+        )
+
+    def taker(self, peer: ServerProtocol) -> "Taker":
+        """Who hears of those of a connection."""
+        return Taker(self._service, peer)
+
+
+class Place:
+    """What a request takes of the process until it is answered. While more of it is to come it receives the stream."""
+
+    __slots__ = ("_bytes", "_entered", "_peer", "_service")
+
+    def __init__(self, service: Service, peer: ServerProtocol) -> None:
+        self._service, self._peer = service, peer
+        self._entered, self._bytes = False, 0
+        service.open += 1
+        peer.server.calls += 1
+
+    def hold(self, size: int) -> None:
+        """So many bytes of the body are kept now; raises `Refused` where all requests together keep too much."""
+        ceiling = self._service.ceiling
+        if not self._entered:
+            ceiling.enter()
+            self._entered = True
+        ceiling.grow(size - self._bytes)
+        self._bytes = size
+
+    def grew(self, size: int) -> bool:
+        """As `hold`; whether there is room."""
+        try:
+            self.hold(size)
+        except Refused:
+            return False
+        return True
+
+    def close(self) -> None:
+        """The request is answered, gone, or a call's."""
+        ceiling = self._service.ceiling
+        if self._entered:
+            ceiling.shrink(self._bytes)
+            ceiling.leave()
+        self._service.open -= 1
+        self._peer.left()
+
+    def reset(self, code: Code) -> None:
+        """The stream is gone."""
+        self.close()
+
+    def end(self) -> None:
+        """The peer has sent all: the connection knows."""
+
+    def sent(self) -> None:
+        """Nothing was to be sent."""
+
+
+class Asked(Worker):
+    """A request that is being decided; receives its stream."""
+
+    __slots__ = ()
+
+    def data(self, data: bytes) -> None:
+        """What comes after a request is not read."""
+
+    def end(self) -> None:
+        """The peer has sent all."""
+
+    def reset(self, code: Code) -> None:
+        """The stream is gone."""
+        self.cancel()
+
+    def sent(self) -> None:
+        """All that was to be sent is on its way."""
+
+
+class Taker:
+    """Hears of the exchanges of one connection."""
+
+    __slots__ = ("_peer", "_service")
+
+    def __init__(self, service: Service, peer: ServerProtocol) -> None:
+        self._service, self._peer = service, peer
+
+    def begun(self, fields: dict[str, str], size: int) -> Place | None:
+        """The head of a request has come and `size` bytes of its body, and nothing more for now; returns what receives the
+        stream. None: a call has to take it."""
+        server = self._peer.server
+        if server.calls >= server.max_calls:
+            return None
+        place = Place(self._service, self._peer)
+        try:
+            place.hold(size)
+            self._service.director.preview(Call(headers=fields))
+        except Refused:  # as the call will find, and say
+            place.close()
+            return None
+        return place
+
+    def request(self, stream: Stream, fields: dict[str, str], body: bytes, place: Place | None) -> Asked:
+        """A request has come; returns what receives its stream."""
+        if place is None:
+            place = Place(self._service, self._peer)
+        return Asked(self._decide(stream, fields, body, place), self._peer.step_soon, place.close)
+
+    def response(self, noted: Mapping[str, str], fields: dict[str, str], served: str | None) -> bytes | None:
+        """The head of a response has come, and what was noted of its request; returns the answer, if there is one."""
+        try:
+            self._service.director.returned(noted, ResponseHead(headers=fields, served=served))
+        except Exception:
+            log.exception("the head of a response could not be taken in")
+            return answers.immediate(failure()).SerializeToString()
+        return None
+
+    async def _decide(self, stream: Stream, fields: dict[str, str], body: bytes, place: Place) -> None:
+        service, connection = self._service, self._peer.connection
+        try:
+            outcome = await self._outcome(stream, fields, body, place)
+        except Refused as refused:
+            if hands_over(refused):
+                connection.end(stream, trailers(grpc.StatusCode.UNAVAILABLE, str(refused), alone=True))
+                return self._peer.flush_soon()
+            service.director.refused(Call(headers=fields), refused)
+            outcome = answers.refusal(refused)
+        except Exception:
+            log.exception("a request could not be decided")
+            outcome = failure()
+        if isinstance(outcome, Answered):
+            connection.message(stream, RESPONSE_HEAD, answers.immediate(outcome).SerializeToString())
+            connection.end(stream, OK)
+        else:
+            service.director.passed_on(outcome)
+            sent: Any = connection  # of the compiled kind
+            sent.routed(stream, *answers.pick(outcome), body if outcome.body is None else outcome.body)
+        return self._peer.flush_soon()
+
+    async def _outcome(self, stream: Stream, fields: dict[str, str], body: bytes, place: Place) -> Any:
+        """Where the request goes, or its answer; raises `Refused`."""
+        service = self._service
+        place.hold(len(body))
+        service.director.preview(Call(headers=fields))
+        span = stream.head.get(TRACEPARENT) if service.traced else None
+        return reached(await service.director.route(Call(headers=fields, body=body, traceparent=span)), service.destinations)
