@@ -76,7 +76,8 @@ class OwnDrafts:
         apart: bool = False,
     ) -> None:
         self._proposer, self._vocab_size, self._clock, self._sampler = proposer, vocab_size, clock, sampler
-        hope = HOPE if proposer.looks_up else HIGH_HOPE
+        self._looks_up = proposer.looks_up
+        hope = HOPE if self._looks_up else HIGH_HOPE
         self._depth = DraftDepth(max_num_seqs, config.num_speculative_tokens, timings, hope, fill)
         self.drafts: Int32 = np.full((max_num_seqs, config.num_speculative_tokens), _PAD, np.int32)
         """[rows, K]: of each row's next step, -1 pads."""
@@ -126,20 +127,18 @@ class OwnDrafts:
 
     def _learn(self, plan: StepPlan) -> None:
         """Takes in how long the last step took, now that the next one begins."""
-        last, guess_s, alone = self._last, self._guess_s, self._alone
-        self._last, self._guess_s, self._alone = None, None, False
-        now = None if last is None else self._clock.now()
-        if last is not None and now is not None:
+        last, guess_s, alone, now = self._last, self._guess_s, self._alone, None
+        self._last = self._guess_s = None
+        if last is not None:
+            now = self._clock.now()
             spent_s = now - last.at - (guess_s or 0.0)
             self._depth.observe_step(last.rows, last.drafts, self._clock.agree(spent_s + last.guessed_s))
-            if guess_s is not None and not last.drafts and not self._proposer.looks_up:
+            if guess_s is not None and not last.drafts and not self._looks_up:
                 self._depth.followed(last.rows, self._clock.agree(guess_s))
-        verified = int(plan.num_drafts.sum()) if len(plan.num_drafts) else 0
-        follows = not (verified or self._proposer.looks_up or self._depth.idle)
-        if not follows and not self._depth.learns_from(len(plan.rows), verified):
+        rows, verified = len(plan.rows), sum(plan.num_drafts.tolist()) if len(plan.num_drafts) else 0
+        if (self._looks_up or verified or self._depth.idle) and not self._depth.learns_from(rows, verified):
             self._alone = not plan.admissions  # a guess that is good enough: each look at arrays shows in a small model's step
             return
-        rows = len(plan.rows)
         self._alone = 0 < rows == int(plan.num_new_tokens.sum()) - verified
         # Behind a prompt the caches are cold, and a guess that came with one had the prompt to read as well.
         if self._alone and alone:
@@ -182,8 +181,13 @@ class OwnDrafts:
             [r, K]: -1 pads; None: there are none.
         """
         rests = self._depth.rests(len(plan.rows))
-        if rests and not self._has_any and known is None and self._all_rest(plan):
-            return None
+        # A small model's step takes so little time that each operation on arrays shows.
+        if rests and known is None and not (self._has_any or len(plan.num_drafts)):
+            if self._looks_up:
+                return None
+            if self._depth.idle:
+                self._behind[plan.rows] = self._has_skipped = True
+                return None
         # Arrays are counted and not summed up or asked for any of theirs, which takes NumPy several times as long.
         goes_on = counts > 0
         if known is not None and self._known is not None:
@@ -194,7 +198,7 @@ class OwnDrafts:
         if self._has_any:
             self.drafts[plan.rows], self._num_own[plan.rows] = _PAD, 0
             self._has_any = np.count_nonzero(self.drafts[:, 0] != _PAD) > 0
-        asked, looks_up = goes_on & self._wanted[plan.rows], self._proposer.looks_up
+        asked, looks_up = goes_on & self._wanted[plan.rows], self._looks_up
         if looks_up and (rests or not np.count_nonzero(asked)):
             return None
         began = self._clock.now()
@@ -214,15 +218,6 @@ class OwnDrafts:
         drafted = np.minimum(verified, self._num_proposed[of])
         accepted = np.minimum(counts[own] - 1, drafted)
         self._depth.observe(of, drafted, accepted, len(plan.rows) - len(of), sum(verified.tolist()))
-
-    def _all_rest(self, plan: StepPlan) -> bool:
-        """Takes in a step of a rest, if it had no drafts and nobody reads it. A small model's step takes so little time that each
-        operation on arrays shows."""
-        if len(plan.num_drafts) or not (self._proposer.looks_up or self._depth.idle):
-            return False
-        if not self._proposer.looks_up:
-            self._behind[plan.rows] = self._has_skipped = True
-        return True
 
     def _looked_up(self, plan: StepPlan, rows: RowTable, asked: Bool) -> Int32 | None:
         """As `propose`, of a proposer that looks drafts up: what it finds decides whether they pay."""

@@ -50,6 +50,8 @@ class StepCosts:
 
     def __init__(self, max_num_seqs: int, depths: Sequence[int], timings: Sequence[Timing]) -> None:
         self._knots = knots(depths)
+        self.sizes = [size_of(rows) for rows in range(max_num_seqs + 1)]
+        """By the number of rows: the size of the batch."""
         plain = [it for it in timings if not it.drafts]
         at = [it.rows for it in plain]
         self._plain_s: list[float] = np.interp(range(max_num_seqs + 1), at, [it.seconds for it in plain]).tolist()
@@ -64,24 +66,25 @@ class StepCosts:
 
     def of(self, num_rows: int, drafts: float) -> float:
         """Of a step with so many drafts of a row on average."""
-        return self.at(num_rows, [self.place(drafts)])[0]
+        return self.at(num_rows, (self.place(drafts),))[0]
 
     def at(self, num_rows: int, places: Sequence[Place]) -> list[float]:
         """As `of`, where the places of several numbers of drafts are known."""
-        costs = self._costs[size_of(num_rows)]
+        costs = self._costs[self.sizes[num_rows]]
         return [costs[at - 1] + weight * (costs[at] - costs[at - 1]) if at else 1.0 for at, weight in places]
 
     def in_steps(self, num_rows: int, seconds: float) -> float:
         """Seconds as multiples of a step without drafts."""
-        return seconds / (self._level[size_of(num_rows)] * self._plain_s[num_rows])
+        return seconds / (self._level[self.sizes[num_rows]] * self._plain_s[num_rows])
 
     def knows(self, num_rows: int) -> bool:
         """Whether a step without drafts has been observed."""
-        return bool(self._levels[size_of(num_rows)])
+        return bool(self._levels[self.sizes[num_rows]])
 
     def observe(self, num_rows: int, drafts: float, seconds: float) -> None:
         """Takes in how long a step with so many drafts of a row on average took, all told."""
-        size, levels = size_of(num_rows), self._levels[size_of(num_rows)]
+        size = self.sizes[num_rows]
+        levels = self._levels[size]
         if not drafts:
             levels.append(seconds / self._plain_s[num_rows])
             self._level[size] = sorted(levels)[len(levels) // 2]
@@ -89,9 +92,9 @@ class StepCosts:
         if not levels:
             return
         costs, counts = self._costs[size], self._comparisons[size]
-        expected = self.of(num_rows, drafts)
+        at, weight = place = self.place(drafts)
+        expected = self.at(num_rows, (place,))[0]
         surprise = min(max(self.in_steps(num_rows, seconds), expected / _CLIP), expected * _CLIP) - expected
-        at, weight = self.place(drafts)
         for knot, share in ((at, weight), (at - 1, 1 - weight)):
             if knot and share > 0:
                 counts[knot] += 1
@@ -99,7 +102,7 @@ class StepCosts:
 
     def forget(self, num_rows: int, share: float) -> None:
         """Goes back to what was measured at the start by some of the way."""
-        size = size_of(num_rows)
+        size = self.sizes[num_rows]
         measured = self._measured[size]
         self._costs[size] = [cost + share * (was - cost) for cost, was in zip(self._costs[size], measured, strict=True)]
 

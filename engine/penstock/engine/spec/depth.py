@@ -5,7 +5,7 @@ from itertools import accumulate, chain
 from typing import Final, NamedTuple
 
 from penstock.engine.core.plan import Int32
-from penstock.engine.spec.costs import Place, StepCosts, Timing, size_of
+from penstock.engine.spec.costs import Place, StepCosts, Timing
 
 HOPE, HIGH_HOPE = 0.7, 0.9
 """Acceptance that is believed in before anything is known: of what stands in text, and of guesses of a model. These cost more:
@@ -152,7 +152,7 @@ class DraftDepth:
         """Of the last choice."""
         self._wait = _LONGEST_WAIT
         """Steps after which a proposer that has found too little is asked again, at most."""
-        self._credit = [_MOST_CREDIT] * (size_of(max_num_seqs) + 1)
+        self._credit = [_MOST_CREDIT] * (self.costs.sizes[-1] + 1)
         """[sizes]: what drafts may still cost, in steps without drafts: what costs too much for many rows may pay for few."""
 
     def learns_from(self, num_rows: int, drafts: int) -> bool:
@@ -185,7 +185,8 @@ class DraftDepth:
     def rests(self, num_rows: int) -> bool:
         """Whether the next choice, of so many rows, is none, which costs nothing; to be asked once a step. What does not pay for
         many rows may pay for few."""
-        self._fewer = self._fewer + 1 if size_of(num_rows) < size_of(self._num_rows) else 0
+        sizes = self.costs.sizes
+        self._fewer = self._fewer + 1 if sizes[num_rows] < sizes[self._num_rows] else 0
         if self._fewer == _FEWER:
             self._rest, self._next_rest, self._num_rows = 0, 1, num_rows
         if self._rest == 0:
@@ -237,10 +238,10 @@ class DraftDepth:
 
     @property
     def _has_credit(self) -> bool:
-        return self._credit[size_of(self._num_rows)] > 0
+        return self._credit[self.costs.sizes[self._num_rows]] > 0
 
     def _earn(self, num_rows: int, steps: float) -> None:
-        size = size_of(num_rows)
+        size = self.costs.sizes[num_rows]
         self._credit[size] = min(max(self._credit[size] + steps, -_MOST_DEBT), _MOST_CREDIT)
 
     def most(self, rows: Int32, others: int = 0) -> int:

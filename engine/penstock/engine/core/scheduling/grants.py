@@ -38,7 +38,7 @@ class Grants:
         book: RequestBook,
         encoder: Encoder,
     ) -> None:
-        self._num_speculative_tokens, self._num_lookahead_tokens = config.num_speculative_tokens, config.num_lookahead_tokens
+        self._num_lookahead_tokens = config.num_lookahead_tokens
         self._stages = config.pipeline_stages
         self._kv = kv
         self._table = table
@@ -66,7 +66,7 @@ class Grants:
 
     def _grant_decodes(self, step: StepBuilder, rows: Int64) -> None:
         """A token for each, its drafts, and a block where its blocks are all full."""
-        if self._num_speculative_tokens or self._tenancy.guides:
+        if self._tenancy.has_proposed or self._tenancy.guides:
             self._grant_drafts(step, rows)
         else:
             step.grant_decodes(rows)

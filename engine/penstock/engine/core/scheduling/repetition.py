@@ -44,6 +44,10 @@ class RepetitionGuard:
             differs = np.flatnonzero(output[length:] != output[:-length])
             self._runs[row, length - 1] = len(output) - length - (differs[-1] + 1 if len(differs) else 0)
 
+    def guards(self, rows: Int64) -> bool:
+        """Whether one of these rows has asked for it."""
+        return bool(np.count_nonzero(self._asked[rows]))
+
     def trips(self, rows: Int64, positions: Int32, token_ids: Int32) -> Bool:
         """[m]: which rows have said a pattern as often as their requests allow.
 

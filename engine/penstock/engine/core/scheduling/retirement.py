@@ -33,7 +33,6 @@ class Retirement:
         in_flight: Plans that are under way, from which the one to retire has been taken.
         book: Ends requests.
         hasher: Names blocks.
-        proposes: Whether the runner proposes drafts.
     """
 
     def __init__(
@@ -44,8 +43,6 @@ class Retirement:
         in_flight: InFlight,
         book: RequestBook,
         hasher: BlockHasher,
-        *,
-        proposes: bool,
     ) -> None:
         self._kv = kv
         self._table = table
@@ -53,7 +50,6 @@ class Retirement:
         self._in_flight = in_flight
         self._book = book
         self._hasher = hasher
-        self._proposes = proposes
         self.contents: BlockContents | None = None
         """What blocks hold, for who publishes it; None: nobody does."""
         self.brought_drafts = False
@@ -117,21 +113,24 @@ class Retirement:
         """What comes next in rows whose requests go on: as the runner proposes, and as guides allow."""
         tenancy = self._tenancy
         self.brought_drafts = result.drafts is not None
-        if self._proposes and result.drafts is None and not self._in_flight:
-            if tenancy.has_proposed:
-                tenancy.propose(rows, 0)
-        elif self._proposes:
-            goes_on = tokens.counts > 0
-            # A row in flight has drafts by then that nobody has been told of.
-            goes_on &= ~self._in_flight.holds(rows)
-            proposed = 0 if result.drafts is None else (result.drafts[goes_on] >= 0).sum(axis=1)
-            tenancy.propose(rows[goes_on], proposed)
+        if result.drafts is not None or tenancy.has_proposed:
+            self._propose(result.drafts, rows, tokens)
         if not tenancy.guides:
             return
         goes_on = tokens.counts > 0
         if endings:
             goes_on &= ~np.isin(rows, [ending.request.row for ending in endings])
         tenancy.guides.look_on(ints(rows[goes_on]), None if result.drafts is None else result.drafts[goes_on])
+
+    def _propose(self, drafts: Int32 | None, rows: Int64, tokens: Tokens) -> None:
+        """The runner's drafts, [r, K], or none, are those of the rows' next step."""
+        if not self._in_flight and drafts is None:
+            self._tenancy.propose(rows, 0)
+            return
+        goes_on = tokens.counts > 0
+        # A row in flight has drafts by then that nobody has been told of.
+        goes_on &= ~self._in_flight.holds(rows)
+        self._tenancy.propose(rows[goes_on], 0 if drafts is None else (drafts[goes_on] >= 0).sum(axis=1))
 
     def _end_pooled(self, pooled: Pooled | None, plan: StepPlan, live: Bool) -> None:
         """Ends the requests whose embeddings are there."""

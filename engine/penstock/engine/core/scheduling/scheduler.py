@@ -121,8 +121,7 @@ class Scheduler:
         self._admissions = Admissions(
             self.rules, kv, tenancy, waiting, adapter_table, book, self.encoder, computes_all=computes_all
         )
-        proposes = config.num_speculative_tokens > 0
-        self._retirement = Retirement(kv, self.table, tenancy, in_flight, book, hasher, proposes=proposes)
+        self._retirement = Retirement(kv, self.table, tenancy, in_flight, book, hasher)
 
     # --- what there is to do ---
 
@@ -302,7 +301,7 @@ class Scheduler:
     @property
     def awaits_drafts(self) -> bool:
         """Whether the next plan is to wait for the result of the one in flight, as its drafts come with that."""
-        return self.config.drafts_after_result and len(self._in_flight) > 0 and self._retirement.brought_drafts
+        return self._retirement.brought_drafts and self.config.drafts_after_result and len(self._in_flight) > 0
 
     def sample_inputs(self) -> SampleInputs:
         """Return the inputs for sampling the last plan. Not allowed while `awaits_masks`."""
