@@ -58,12 +58,15 @@ class RowTable:
             self.num_prompt_tokens[row] = admission.num_prompt_tokens
             self.num_tokens[row] = count
             self.num_computed[row] = self.num_settled[row] = admission.num_computed_tokens
-        grown = [_indexes(rows) for rows in plan.append_rows]
-        for group, (rows, blocks) in enumerate(zip(grown, plan.append_blocks, strict=True)):
-            self._append(group, rows, blocks)
-        for rows in grown:
+        grown = list[Int64]()
+        for group, rows in enumerate(plan.append_rows):
             if len(rows):
-                self.room[rows] = self._held(rows)
+                grown.append(_indexes(rows))
+                self._append(group, grown[-1], plan.append_blocks[group])
+            else:
+                self.append_places[group] = NONE
+        for rows in grown:
+            self.room[rows] = self._held(rows)
         rows = _indexes(plan.rows)
         starts = self.num_computed[rows]
         self.num_computed[rows] = starts + plan.num_new_tokens
@@ -164,9 +167,6 @@ class RowTable:
         return held
 
     def _append(self, group: int, rows: Int64, blocks: Int32) -> None:
-        if not len(rows):
-            self.append_places[group] = NONE
-            return
         num_blocks = self.num_blocks[group]
         self.append_places[group] = places = num_blocks[rows]
         if len(set(rows.tolist())) == len(rows):  # as in nearly all steps

@@ -116,12 +116,13 @@ class StepBuilder:
             num_drafts[:decodes] = self.num_drafts
             num_new_tokens += num_drafts
             draft_rows, draft_ids = self._given_drafts()
+        append_rows, append_blocks = self._appends(num_groups)
         return StepPlan(
             step_id=step_id,
             released=_array(released),
             admissions=self.admissions,
-            append_rows=[self._append_rows(group) for group in range(num_groups)],
-            append_blocks=[self._append_blocks(group) for group in range(num_groups)],
+            append_rows=append_rows,
+            append_blocks=append_blocks,
             rows=rows,
             num_new_tokens=num_new_tokens,
             samples=samples,
@@ -145,11 +146,13 @@ class StepBuilder:
         drafts = [token for at, count in counts.items() for token in self.draft_ids[int(self.decodes[at])][:count]]
         return _array(list(counts)), _array(drafts)
 
-    def _append_rows(self, group: int) -> Int32:
-        return _array([row for row, blocks in self.appends.items() for _ in blocks[group]])
-
-    def _append_blocks(self, group: int) -> Int32:
-        return _array([block for blocks in self.appends.values() for block in blocks[group]])
+    def _appends(self, num_groups: int) -> tuple[list[Int32], list[Int32]]:
+        """Per KV group, rows and the blocks that they get."""
+        groups = range(num_groups)
+        if not self.appends:  # as in most steps
+            return [NONE] * num_groups, [NONE] * num_groups
+        rows = [_array([row for row, blocks in self.appends.items() for _ in blocks[group]]) for group in groups]
+        return rows, [_array([block for blocks in self.appends.values() for block in blocks[group]]) for group in groups]
 
 
 def _array(values: list[int]) -> Int32:
