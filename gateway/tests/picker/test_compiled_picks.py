@@ -15,7 +15,7 @@ from penstock.api.fleet import Fleet, Model, Pool, Replica
 from penstock.api.load_report import LoadReport
 from penstock.gateway.picker.candidates import ReplicaKey
 from penstock.gateway.picker.choice import Choice
-from penstock.gateway.picker.compiled import MODULE, index_of, installed
+from penstock.gateway.picker.compiled import MODULE, Compiled, index_of, installed
 from penstock.gateway.picker.figures import Figures, Rates
 from penstock.gateway.picker.folded import Folded
 from penstock.gateway.picker.request import Prompt, RequestView
@@ -189,6 +189,36 @@ def test_usual_picks_are_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
         state.picks.of(msgspec.structs.replace(MODEL, policy="LeastRequest"), asked, 0.0)
     with pytest.raises(NotImplementedError):
         state.picks.of(MODEL, asked, 0.0, excluded=[ReplicaKey("u1", 8000)])
+
+
+@pytest.mark.parametrize("compiled", [None, COMPILED])
+def test_a_decision_is_told_as_it_was_made(compiled: Compiled | None) -> None:
+    def fleet(*ready: bool) -> Fleet:
+        rows = enumerate(ready)
+        replicas = [
+            Replica(
+                uid=f"u{n}", name=f"r{n}", pool="b/m/p", host=f"10.0.0.{n}", port=8000, events_port=1, replay_port=1, ready=it
+            )
+            for n, it in rows
+        ]
+        return Fleet(models=[MODEL], pools=[Pool(id="b/m/p", model=MODEL.id)], replicas=replicas)
+
+    def told(choice: Choice) -> tuple[object, ...]:
+        return seen(choice), choice.ranked, choice.rejected, choice.next_best, choice.whole.endpoints, choice.whole.last_resorts
+
+    state, asked = FleetState(compiled=compiled), RequestView(id="q", path="", model="m", prompts=(Prompt(40),))
+    state.update(fleet(False, True, True))
+    choice = state.picks.of(MODEL, asked, 0.0)
+    assert choice is not None
+    before = told(choice)
+    assert [it.name for it in choice.rejected] == ["r0"]
+    state.unreachable(choice.key, 1.0)
+    state.reported(choice.key, LoadReport(epoch=1, seq=1, num_requests_running=9, max_num_seqs=9, decode_step_s=0.5), 1.0)
+    state.update(fleet(True, True, False, True, True))
+    assert told(choice) == before
+    later = state.picks.of(MODEL, asked, 2.0)
+    assert later is not None
+    assert told(later) != before
 
 
 def test_another_hash_than_ours_is_a_name_too() -> None:

@@ -21,7 +21,7 @@ def test_one_that_never_failed_has_no_record() -> None:
     outliers.answered(KEY, 1.0)
     outliers.heard(KEY, 1.0)
     assert outliers.standing(KEY) == UNTROUBLED
-    assert not outliers._records
+    assert not outliers.records
 
 
 def test_a_lost_connection_ejects_at_once_and_others_stay() -> None:
@@ -101,7 +101,7 @@ def test_an_old_failure_is_forgotten() -> None:
     for _ in range(4):
         outliers.answered(KEY, 20.0)
     outliers.answered(KEY, 20.0 + FORGET_S)
-    assert not outliers._records
+    assert not outliers.records
     outliers.unreachable(KEY, 200.0)
     assert not ejected(outliers, 200.0 + BASE_S)
 

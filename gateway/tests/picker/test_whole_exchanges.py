@@ -3,7 +3,7 @@ else a proxy may say, cut anywhere."""
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import pytest
@@ -15,6 +15,7 @@ from test_exchange import DUPLEX, TRAILERS, FixedDirector, chunk, head
 from penstock.api import headers
 from penstock.gateway._pb.envoy.extensions.filters.http.ext_proc.v3.processing_mode_pb2 import ProcessingMode
 from penstock.gateway._pb.envoy.service.ext_proc.v3.external_processor_pb2 import HttpHeaders, ProcessingRequest
+from penstock.gateway.extproc import service
 from penstock.gateway.extproc.answers import CHUNK_BYTES
 from penstock.gateway.extproc.call import SHUTTING_DOWN, Answered, Call, Refused, ResponseHead, Routed
 from penstock.gateway.extproc.ceiling import Ceiling
@@ -31,6 +32,15 @@ CALL = [
     ("content-type", "application/grpc"), ("te", "trailers"),
 ]  # fmt: skip
 APART = [(headers.PHASE, headers.REQUEST_PHASE)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_clock() -> Iterator[None]:
+    """Who goes on sending is heard until it ends: a clock would tell the two sides apart where the machine is busy."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(service, "HEARD_BEFORE_S", 3600.0)
+        patch.setattr(service, "HEARD_OUT_S", 3600.0)
+        yield
 
 
 class Sayer(FixedDirector):

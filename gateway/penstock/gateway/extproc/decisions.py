@@ -58,7 +58,7 @@ class _Kept(msgspec.Struct, frozen=True):
     choice: Choice
 
     def decision(self) -> Decision:
-        choice = self.choice
+        choice, whole = self.choice, self.choice.whole
         return Decision(
             time=self.time,
             request_id=self.request_id,
@@ -67,8 +67,8 @@ class _Kept(msgspec.Struct, frozen=True):
             picked=choice.replica.title,
             prefilled_by=None if choice.hop is None else choice.hop.replica.title,
             endpoints=choice.endpoints,
-            prompt_tokens=choice.whole.prompt_tokens,
-            tokens_unknown=choice.whole.tokens_unknown,
+            prompt_tokens=whole.prompt_tokens,
+            tokens_unknown=whole.tokens_unknown,
             waited_s=self.waited_s,
             reasons=choice.reasons,
             candidates=[_scored(entry) for entry in choice.ranked],

@@ -59,7 +59,7 @@ class PickDirector:
     def preview(self, call: Call) -> None:
         """Refuses paths that do not exist, and bodies that cannot be read, before the bodies have come."""
         path = call.path
-        method = "GET" if self._listing.answers(path) else _METHODS.get(path)
+        method = _METHODS.get(path) or ("GET" if self._listing.answers(path) else None)
         if method is None:
             message = f"{path} does not exist here; there are {', '.join(_METHODS)}"
             raise Refused(404, message, "unknown_path")
@@ -82,7 +82,7 @@ class PickDirector:
         passage = Passage(call, time.monotonic())
         try:
             self._identify.run(passage)
-            if self._listing.answers(call.path):
+            if passage.path not in PROMPT_PATHS and self._listing.answers(passage.path):
                 return self._listing.run(call, passage.tenant)
             passage.body, passage.guess = parse_body(call.body), guessed_tokens(call.body)
             await self._resolve.first(passage)

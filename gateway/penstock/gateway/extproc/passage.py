@@ -28,6 +28,7 @@ class Passage:
         "identified",
         "model",
         "name",
+        "path",
         "patience_s",
         "priority",
         "renamed",
@@ -74,7 +75,7 @@ class Passage:
     """Set by `tokenise`."""
 
     def __init__(self, call: Call, came: float) -> None:
-        self.call = call
+        self.call, self.path = call, call.path
         self.identified = self.resolved = False
         self.came = came
 

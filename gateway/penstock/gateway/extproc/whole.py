@@ -98,7 +98,7 @@ class Place:
             ceiling.shrink(self._bytes)
             ceiling.leave()
         self._service.open -= 1
-        self._peer.left()
+        self._peer.server.left()
 
     def reset(self, code: Code) -> None:
         """The stream is gone."""

@@ -143,7 +143,10 @@ class ServerProtocol(asyncio.Protocol):
         """Take in bytes."""
         self._turning = True
         self.connection.receive(data, self._loop.time())
-        self._turn()
+        if self._workers:
+            return self._turn()
+        self._turning = False
+        return self.flush()
 
     def pause_writing(self) -> None:
         """Stop writing: the transport has enough to send."""

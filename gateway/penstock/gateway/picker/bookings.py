@@ -61,16 +61,13 @@ class _Account:
         self.counts = _NONE.copy()
         self.unreported: set[Booking] = set()
         self.answers = self.prefill_tokens = self.transfer_tokens = 0  # of pending and unreported bookings
+        self.outstanding = Booked()
 
     def mark(self, booking: Booking, sign: int) -> None:
         """One more booking in its state, or one less."""
         self.counts[booking.state] += sign
         if booking.state is State.UNREPORTED:
             (self.unreported.add if sign > 0 else self.unreported.discard)(booking)
-
-    @property
-    def outstanding(self) -> Booked:
-        return Booked(self.answers, self.prefill_tokens, self.transfer_tokens)
 
 
 class Bookings:
@@ -233,6 +230,7 @@ class Bookings:
             account.answers += sign * booking.left
             account.prefill_tokens += sign * booking.prefill_tokens
             account.transfer_tokens += sign * booking.transfer_tokens
+            account.outstanding = Booked(account.answers, account.prefill_tokens, account.transfer_tokens)
             self._changed(booking.key, account.outstanding)
 
 

@@ -11,7 +11,7 @@ from penstock.gateway.picker.disaggregation import Hop, Joint, join
 from penstock.gateway.picker.figures import Floats, at
 from penstock.gateway.picker.policies import POLICIES, Policy
 from penstock.gateway.picker.ranking import ByCompiledPrice, ByScore, Ranking
-from penstock.gateway.picker.slate import Slate
+from penstock.gateway.picker.slate import Sketch, Slate
 from penstock.gateway.picker.subset import Subset
 
 MAX_ENDPOINTS = 4
@@ -41,7 +41,7 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
     """Prompt tokens that its prefix cache and its tiers would supply."""
     endpoints: list[str]
     """The ordered list for Envoy: replicas of the pick's pool, since a list cannot cross clusters."""
-    whole: Slate
+    made_of: Slate | Sketch
     """All that it was made of; its figures have gone on since."""
     rows: list[int]
     """The best candidates in order of preference."""
@@ -66,6 +66,12 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
         return key_of(self.replica)
 
     @property
+    def whole(self) -> Slate:
+        """All that it was made of, as a slate."""
+        made_of = self.made_of
+        return made_of if isinstance(made_of, Slate) else made_of.slate()
+
+    @property
     def slate(self) -> Slate:
         """The best candidates alone, in order of preference, as they were."""
         return self.whole.kept(self.rows, self.table)
@@ -86,10 +92,11 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
     def rejected(self) -> list[Rejected]:
         """The replicas that could not be picked, and why."""
         rejected: list[Rejected] = []
-        for replica, could in zip(self.whole.replicas, self.whole.open.tolist(), strict=True):
+        whole = self.whole
+        for replica, could in zip(whole.replicas, whole.open.tolist(), strict=True):
             if replica is not None and not could:
                 why = why_not(replica, self.subset, self.excluded)
-                rejected.append(Rejected(replica.title, why or f"not known to have adapter {self.whole.adapter!r}"))
+                rejected.append(Rejected(replica.title, why or f"not known to have adapter {whole.adapter!r}"))
         return rejected
 
     @property
@@ -97,7 +104,7 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
         """The second in order of preference, and its score; None where there is no other."""
         if len(self.scores) < 2:
             return None
-        replica = self.whole.replicas[self.rows[1]]
+        replica = self.made_of.replicas[self.rows[1]]
         assert replica is not None
         return replica.title, self.scores[1]
 
@@ -169,7 +176,7 @@ def choose(
         replica=replica,
         resident_tokens=int(slate.found[best]),
         endpoints=_endpoints(slate, ranking, limit, rows, same_layout=hop is not None),
-        whole=slate,
+        made_of=slate,
         rows=rows,
         table=slate.table.take(rows, axis=1),
         scores=scores,

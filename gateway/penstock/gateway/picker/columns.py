@@ -8,6 +8,7 @@ from collections.abc import Collection, Sequence
 from hashlib import blake2b
 from math import exp
 from statistics import fmean, median
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -51,6 +52,19 @@ ARRIVALS_S = 5.0
 _PROMISED, _TAKEN = Figures._fields.index("promised_s"), Figures._fields.index("taken_s")
 
 
+class Seats(NamedTuple):
+    """The rows as they are from one change of the fleet to the next: what a decision keeps of them."""
+
+    table: Floats
+    figures: Figures
+    open: Bools
+    open_count: int
+    seeds: NDArray[np.uint64]
+    by_name: Rows
+    replicas: Sequence[Replica | None]
+    endpoints: Sequence[str]
+
+
 class Columns:
     """The replicas of one model. Time is an argument (monotonic seconds).
 
@@ -85,6 +99,7 @@ class Columns:
         """By row, the adapters that can be requested. Rows that do not report them are left out."""
         self.troubled: set[int] = set()
         """The rows that may be a last resort now or soon."""
+        self.seats = self._seats()
         self._members: list[Replica] = []
         self._output_tokens = PRIOR_OUTPUT_TOKENS
         self._arrived = 0.0
@@ -148,6 +163,12 @@ class Columns:
                 self._rows_at.setdefault((host, replica.port), []).append(row)
                 self._rows_on.setdefault(host, []).append(row)
         self._rated_at = -np.inf
+        self.seats = self._seats()
+
+    def _seats(self) -> Seats:
+        return Seats(
+            *(self.table, self.figures, self.open, self.open_count, self.seeds, self.by_name, self.replicas, self.endpoints)
+        )
 
     # --- what becomes known ---
 

@@ -58,18 +58,19 @@ class Outliers:
     """The records of all replicas; those that never failed have none. Time is an argument (monotonic seconds)."""
 
     def __init__(self) -> None:
-        self._records: dict[ReplicaKey, _Record] = {}
+        self.records: dict[ReplicaKey, _Record] = {}
+        """What was seen of those that have failed; while there is none, all replicas are untroubled."""
         self.ejections = 0
         """How many there were."""
 
     def unreachable(self, key: ReplicaKey, now: float) -> bool:
         """A connection failed, or no answer came: ejects at once. Says whether it was not ejected yet."""
-        record = self._records.setdefault(key, _Record(now))
+        record = self.records.setdefault(key, _Record(now))
         return self._eject(record, now, unreachable=True)
 
     def error(self, key: ReplicaKey, now: float) -> bool:
         """Record an error of the replica's own (5xx). Return whether that ejects it."""
-        record = self._records.setdefault(key, _Record(now))
+        record = self.records.setdefault(key, _Record(now))
         record.answers.append((now, True))
         recent = [error for at, error in record.answers if now - at <= WINDOW_S]
         if record.allowance < inf or (sum(recent) >= ERRORS and 2 * sum(recent) >= len(recent)):
@@ -78,13 +79,13 @@ class Outliers:
 
     def heard(self, key: ReplicaKey, now: float) -> None:
         """A sign of life, such as a load report: it can be reached."""
-        record = self._records.get(key)
+        record = self.records.get(key)
         if record is not None and record.unreachable:
             record.until = min(record.until, now)
 
     def answered(self, key: ReplicaKey, now: float) -> None:
         """Record an answer, which earns trust."""
-        record = self._records.get(key)
+        record = self.records.get(key)
         if record is None:
             return
         self.heard(key, now)
@@ -94,21 +95,21 @@ class Outliers:
             if record.allowance >= RECOVERED:
                 record.allowance = inf
         if record.allowance == inf and now - record.until >= FORGET_S:
-            del self._records[key]
+            del self.records[key]
 
     def refused(self, key: ReplicaKey, now: float) -> None:
         """Record a refusal before any work was done (the replica is full or draining). This makes no outlier."""
-        record = self._records.setdefault(key, _Record(now))
+        record = self.records.setdefault(key, _Record(now))
         record.until = max(record.until, now + BASE_S)
 
     def standing(self, key: ReplicaKey) -> Standing:
         """How far `key` is trusted."""
-        record = self._records.get(key)
+        record = self.records.get(key)
         return UNTROUBLED if record is None else Standing(record.until, record.allowance)
 
     def drop(self, key: ReplicaKey) -> None:
         """Forgets a replica that is gone or has restarted."""
-        self._records.pop(key, None)
+        self.records.pop(key, None)
 
     def _eject(self, record: _Record, now: float, *, unreachable: bool) -> bool:
         if now < record.until:  # one cause is seen many times: each request that was under way fails

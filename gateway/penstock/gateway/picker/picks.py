@@ -19,7 +19,7 @@ from penstock.gateway.picker.folded import common
 from penstock.gateway.picker.places import Places
 from penstock.gateway.picker.policies import POLICIES
 from penstock.gateway.picker.request import RequestView
-from penstock.gateway.picker.slate import slate_of, word_of
+from penstock.gateway.picker.slate import Sketch, word_of
 from penstock.gateway.picker.slates import Slates
 from penstock.gateway.picker.subset import Subset
 from penstock.gateway.residency.tiers import Tiers
@@ -131,7 +131,7 @@ class Picks:
             replica=replica,
             resident_tokens=int(resident[rows[0]]),
             endpoints=[columns.endpoints[row] for row in rows[:MAX_ENDPOINTS]],
-            whole=slate_of(request, columns, columns.open, resident, now, self._slates.turn(model), model.weights),
+            made_of=Sketch(request, columns, columns.seats, resident, now, self._slates.turn(model), model.weights, rates),
             rows=rows,
             table=columns.table.take(rows, axis=1),
             scores=scores,

@@ -55,12 +55,12 @@ class Places:
 
     def sent(self, key: ReplicaKey) -> None:
         """A request was sent to `key`."""
-        if (place := self.at(key)) is not None:
+        if (place := self._places.get(key)) is not None:
             place.columns.sent()
 
     def booked(self, key: ReplicaKey, booked: Booked) -> None:
         """Work sent to `key` that its reports do not hold yet."""
-        if (place := self.at(key)) is not None:
+        if (place := self._places.get(key)) is not None:
             place.columns.booked(place.row, booked)
 
     def left(self, key: ReplicaKey) -> None:

@@ -58,7 +58,8 @@ class RequestView(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def prompt_tokens(self) -> int:
         """Tokens of all prompts."""
-        return sum([prompt.tokens for prompt in self.prompts])
+        prompts = self.prompts
+        return prompts[0].tokens if len(prompts) == 1 else sum([prompt.tokens for prompt in prompts])
 
     @property
     def images(self) -> tuple[tuple[int, int], ...]:
@@ -67,4 +68,5 @@ class RequestView(msgspec.Struct, frozen=True, kw_only=True):
 
     def encoder_tokens(self, resident_tokens: int) -> int:
         """What the tower's runs take where so many of the prompt's tokens are in the cache, in tokens of text."""
-        return sum([cost for end, cost in self.images if end > resident_tokens])
+        images = self.images
+        return sum([cost for end, cost in images if end > resident_tokens]) if images else 0

@@ -1,6 +1,7 @@
 """One pick as figures: the request's, and the columns of those who may take it."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 from zlib import crc32
 
 import msgspec
@@ -8,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.api.fleet import Replica, Weights
-from penstock.gateway.picker.columns import Columns
+from penstock.gateway.picker.columns import Columns, Seats
 from penstock.gateway.picker.figures import Bools, Figures, Floats, Rates, Rows, at
 from penstock.gateway.picker.request import RequestView
 
@@ -121,6 +122,55 @@ def slate_of(
 ) -> Slate:
     """The slate of `request` among the rows `open` of `columns`; `found`: None where no tier holds any of it."""
     found = resident if found is None else found
+    return _slate(
+        *(request, columns, columns.seats, open, resident, now, turn, weights, columns.rates(now)),
+        found=found,
+        last_resorts=columns.last_resorts(now),
+        lora_s=None if request.adapter is None else columns.lora_s(request.adapter),
+        encoder_s=_encoder_s(request, columns, found),
+    )
+
+
+class Sketch(NamedTuple):
+    """What the slate of a usual request is made of where somebody asks: all rows that may take requests, none of them a last
+    resort, and neither an adapter nor images."""
+
+    request: RequestView
+    columns: Columns
+    seats: Seats
+    resident: Floats
+    now: float
+    turn: int
+    weights: Weights
+    rates: Rates
+
+    @property
+    def replicas(self) -> Sequence[Replica | None]:
+        """See `Slate.replicas`."""
+        return self.seats.replicas
+
+    def slate(self) -> Slate:
+        """The slate, as it was."""
+        request, columns, seats, resident, now, turn, weights, rates = self
+        return _slate(request, columns, seats, seats.open, resident, now, turn, weights, rates, found=resident)
+
+
+def _slate(
+    request: RequestView,
+    columns: Columns,
+    seats: Seats,
+    open: Bools,
+    resident: Floats,
+    now: float,
+    turn: int,
+    weights: Weights,
+    rates: Rates,
+    *,
+    found: Floats,
+    last_resorts: Bools | None = None,
+    lora_s: Floats | None = None,
+    encoder_s: Floats | None = None,
+) -> Slate:
     return Slate(
         request_id=request.id,
         prompt_tokens=request.prompt_tokens,
@@ -129,23 +179,23 @@ def slate_of(
         tokens_unknown=request.tokens_unknown,
         now=now,
         turn=turn,
-        table=columns.table,
-        figures=columns.figures,
+        table=seats.table,
+        figures=seats.figures,
         open=open,
-        candidates=columns.open_count if open is columns.open else int(np.count_nonzero(open)),
+        candidates=seats.open_count if open is seats.open else int(np.count_nonzero(open)),
         resident=resident,
         found=found,
-        last_resorts=columns.last_resorts(now),
+        last_resorts=last_resorts,
         adapter=request.adapter,
-        lora_s=None if request.adapter is None else columns.lora_s(request.adapter),
-        encoder_s=_encoder_s(request, columns, found),
+        lora_s=lora_s,
+        encoder_s=encoder_s,
         weights=weights,
         columns=columns,
-        rates=columns.rates(now),
-        seeds=columns.seeds,
-        by_name=columns.by_name,
-        replicas=columns.replicas,
-        endpoints=columns.endpoints,
+        rates=rates,
+        seeds=seats.seeds,
+        by_name=seats.by_name,
+        replicas=seats.replicas,
+        endpoints=seats.endpoints,
     )
 
 

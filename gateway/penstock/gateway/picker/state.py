@@ -156,8 +156,9 @@ class FleetState:
         if self.reports.observe(key, report, now):
             self.restarted(key)
         self.bookings.reported(key, report.epoch, report.seq, now if asked_at is None else asked_at)
-        self.outliers.heard(key, now)
-        self._stand(key)
+        if self.outliers.records:
+            self.outliers.heard(key, now)
+            self._stand(key)
         if (place := self._places.at(key)) is not None:
             heard = self.reports.get(key)
             if heard is not None and heard.report is report:
@@ -251,7 +252,7 @@ class FleetState:
 
     def answered(self, key: ReplicaKey, now: float, *, error: bool) -> None:
         """`key` answered a request; `error`: with a failure of its own."""
-        if key in self.directory.replicas:
+        if key in self.directory.replicas and (error or self.outliers.records):
             (self.outliers.error if error else self.outliers.answered)(key, now)
             self._stand(key)
 

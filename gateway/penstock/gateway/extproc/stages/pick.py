@@ -141,7 +141,7 @@ def _renamed(passage: Passage) -> bytes | None:
 
 
 def _view(passage: Passage) -> RequestView:
-    body, tokens, path = passage.body, passage.tokens, passage.call.path
+    body, tokens, path = passage.body, passage.tokens, passage.path
     return RequestView(
         id=passage.request_id,
         path=path,

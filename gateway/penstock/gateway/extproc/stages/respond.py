@@ -47,11 +47,11 @@ class Respond:
             state.bookings.move(booking, served)
         key = served or booking.key  # a booking that has ended, since its replica is gone, stays where it was
         report = None if stranger or (asked is None and key.rank is not None) else self._report(key, head)
-        # Reports of others' engines have no number of their own: the next one asked for includes this request.
-        ours = report is not None and state.engine(key) == "penstock"
         good = status.startswith("2")
         streamed = good and head.streams
         if streamed:
+            # Reports of others' engines have no number of their own: the next one asked for includes this request.
+            ours = report is not None and state.engine(key) == "penstock"
             state.bookings.responded(booking, (report.epoch, report.seq) if report and ours else None, now)
         else:  # complete, or refused: nothing runs on
             state.bookings.release(booking, "answered" if good else "error_status")

@@ -16,5 +16,5 @@ class Tokenise:
         """Fills `tokens`, with a guess that says that it is one where they cannot be known."""
         call, replicas = passage.call, self._state.directory.replicas_of(passage.model)
         passage.tokens = await self._prompts.tokenize(
-            replicas, call.path, call.body, passage.body.fields, passage.tenant.name, passage.adapter
+            replicas, passage.path, call.body, passage.body.fields, passage.tenant.name, passage.adapter
         )
