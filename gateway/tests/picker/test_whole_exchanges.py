@@ -180,7 +180,9 @@ exchanges = st.one_of(
     st.builds(lambda first, more: [first, *more], heads | heads.map(hinted) | heads.map(traced), st.lists(rest, max_size=3)),
     st.lists(rest, min_size=1, max_size=2),
 ).map(lambda messages: b"".join(prefixed(message.SerializeToString()) for message in messages))
-mangled = st.builds(
+behind = st.sampled_from([b"\0\0", b"\1\0\0\0\0", b"\0\0\0\0\0", prefixed(chunk(b"{}", ends=True).SerializeToString())])
+"""What may come behind an exchange that is complete."""
+mangled = st.builds(lambda data, more: data + more, exchanges, behind) | st.builds(
     lambda data, at, put: data[:at] + put + data[at + len(put) :], exchanges, st.integers(0, 300), st.binary(max_size=2)
 )
 calls = st.sampled_from(

@@ -81,7 +81,7 @@ fn keep(me: &Bound<'_, Connection>, stream: &Py<Stream>, taker: &Bound<'_, PyAny
 }
 
 /// A call of Python's goes on with the stream, with all that has come.
-fn hand_over(me: &Bound<'_, Connection>, stream: &Py<Stream>) -> PyResult<()> {
+pub fn hand_over(me: &Bound<'_, Connection>, stream: &Py<Stream>) -> PyResult<()> {
     let py = me.py();
     let (exchange, begun) = {
         let mut it = stream.borrow_mut(py);
@@ -111,13 +111,19 @@ fn hand_over(me: &Bound<'_, Connection>, stream: &Py<Stream>) -> PyResult<()> {
     Ok(())
 }
 
-/// Takes in bytes of an exchange; whether the stream is one.
-pub fn feed(py: Python<'_>, core: &mut Core, of: Option<&Py<Exchanges>>, stream: &Py<Stream>, data: &[u8]) -> PyResult<bool> {
+/// Takes in bytes of an exchange; whether it is usual so far. None: the stream is none.
+pub fn feed(
+    py: Python<'_>,
+    core: &mut Core,
+    of: Option<&Py<Exchanges>>,
+    stream: &Py<Stream>,
+    data: &[u8],
+) -> PyResult<Option<bool>> {
     let mut it = stream.borrow_mut(py);
-    let Some((exchange, of)) = it.exchange.as_mut().zip(of) else { return Ok(false) };
-    exchange.feed(py, of.get(), data)?;
+    let Some((exchange, of)) = it.exchange.as_mut().zip(of) else { return Ok(None) };
+    let usual = exchange.feed(py, of.get(), data)?;
     if !core.touched.last().is_some_and(|last| last.is(stream)) {
         core.touched.push(stream.clone_ref(py));
     }
-    Ok(true)
+    Ok(Some(usual))
 }

@@ -5,7 +5,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict};
 
 use super::connection::{Core, Next, Told};
-use super::events::{deliver, feed};
+use super::events::{deliver, feed, hand_over};
 use super::frames::Fault;
 use super::head::BlockCache;
 use super::limits::Limits;
@@ -224,8 +224,11 @@ impl Calls for Bound<'_, Connection> {
                     let Connection { core, exchanges, .. } = &mut *me;
                     feed(py, core, exchanges.as_ref().map(|(of, _)| of), &stream, data)?
                 };
+                if taken == Some(false) {
+                    hand_over(self, &stream)?;
+                }
                 let receiver = stream.borrow(py).receiver.as_ref().map(|receiver| receiver.clone_ref(py));
-                if let Some(receiver) = receiver.filter(|_| !taken) {
+                if let Some(receiver) = receiver.filter(|_| taken.is_none()) {
                     receiver.call_method1(py, intern!(py, "data"), (PyBytes::new(py, data),))?;
                 }
                 if ends { self.borrow_mut().core.data_taken(py, &stream) } else { Ok(()) }

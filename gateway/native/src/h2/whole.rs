@@ -114,9 +114,10 @@ pub struct Exchange {
 }
 
 impl Exchange {
-    /// Takes in the next bytes. What comes after its event is kept for whoever goes on where it was unusual.
-    pub fn feed(&mut self, py: Python<'_>, of: &Exchanges, data: &[u8]) -> PyResult<()> {
+    /// Takes in the next bytes; whether it is usual so far. It is not where more comes behind what it has come to.
+    pub fn feed(&mut self, py: Python<'_>, of: &Exchanges, data: &[u8]) -> PyResult<bool> {
         self.raw.extend_from_slice(data);
+        self.event = self.event.take().map(|_| Event::Unusual);
         while self.event.is_none() {
             if self.raw.len() > of.most_bytes {
                 self.event = Some(Event::Unusual);
@@ -137,7 +138,10 @@ impl Exchange {
                 Err(_) => Some(Event::Unusual), // protobuf may read it, and says why where it does not
             };
         }
-        Ok(())
+        if self.event.is_some() && self.read < self.raw.len() {
+            self.event = Some(Event::Unusual);
+        }
+        Ok(!matches!(self.event, Some(Event::Unusual)))
     }
 
     fn take_in(&mut self, py: Python<'_>, wire: &Wire, message: ProcessingRequest) -> PyResult<Option<Event>> {
