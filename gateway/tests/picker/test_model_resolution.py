@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import msgspec
 import orjson
 import pytest
 
@@ -62,6 +63,18 @@ async def test_a_body_too_deep_to_be_written_again_is_the_clients_fault_and_book
     assert (status, reason) == (400, "invalid_body")
     assert all(world.state.bookings.count(key_of(replica)) == 0 for replica in world.replicas)
     assert world.destinations(await world.stream().ask(deep.replace(b"text-to-sql", b"sql")))  # nothing to be written
+
+
+async def test_a_name_means_at_once_what_the_fleet_says_now(world: Any) -> None:
+    await serve(world, Fleet(models=[MAIN], pools=[POOL], adapters=[SQL], replicas=world.replicas))
+    for _ in range(2):
+        assert (await ask(world, model="text-to-sql"))[1]["model"] == "sql"
+    other = msgspec.structs.replace(SQL, served_names=["other", "text-to-sql"])
+    await serve(world, Fleet(models=[MAIN], pools=[POOL], adapters=[other], replicas=world.replicas))
+    for _ in range(2):
+        assert (await ask(world, model="text-to-sql"))[1]["model"] == "other"
+    status, reason, *_ = world.error(await world.stream().ask(world.completion(model="sql")))
+    assert (status, reason) == (404, "model_not_found")
 
 
 async def test_engines_get_an_adapter_by_its_first_name_and_a_model_by_any(world: Any) -> None:

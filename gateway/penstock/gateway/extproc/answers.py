@@ -46,7 +46,7 @@ def pick(routed: Routed) -> Pick:
     """Sends the request on its way: destination and pool set, the client's control headers gone."""
     destination = ",".join(routed.endpoints)
     sets, removes = [(headers.DESTINATION, destination)], list(routed.removes)
-    kept = [name for name, _ in routed.sets if name in _CONTROL]
+    kept = [name for name, _ in routed.sets if name in _CONTROL] if routed.sets else []
     if routed.pool is not None:
         sets.append((headers.POOL, routed.pool))
     else:

@@ -40,9 +40,10 @@ class Ceiling:
         """Count bytes of a body as sent on."""
         self.bytes -= size
 
-    def leave(self) -> None:
-        """A request that had entered is over."""
+    def leave(self, size: int = 0) -> None:
+        """A request that had entered is over, of whose body `size` bytes still counted."""
         self.streams -= 1
+        self.bytes -= size
 
 
 def _refusal(why: str) -> Refused:

@@ -93,10 +93,8 @@ class Place:
 
     def close(self) -> None:
         """The request is answered, gone, or a call's."""
-        ceiling = self._service.ceiling
         if self._entered:
-            ceiling.shrink(self._bytes)
-            ceiling.leave()
+            self._service.ceiling.leave(self._bytes)
         self._service.open -= 1
         self._peer.server.left()
 

@@ -86,7 +86,7 @@ class FlowGate:
         lane = self._lanes.get(model.id)
         if lane is None:
             lane = self._lanes[model.id] = _Lane(model, now)
-        if model.id in self.control.queues:
+        if self.control.requests and model.id in self.control.queues:
             return False
         if lane.credits <= 0 or now >= lane.good_until:
             lane.model = model

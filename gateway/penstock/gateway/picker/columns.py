@@ -30,7 +30,7 @@ from penstock.gateway.picker.figures import (
     Rates,
     Rows,
 )
-from penstock.gateway.picker.folded import Folded
+from penstock.gateway.picker.folded import Folded, common
 from penstock.gateway.picker.outliers import UNTROUBLED, Standing
 from penstock.gateway.picker.price import GRACE_S, itl_s, queue_s
 from penstock.gateway.picker.subset import Subset, canonical
@@ -105,6 +105,8 @@ class Columns:
         self._arrived = 0.0
         """Requests that were sent to the replicas, fading."""
         self._rates = Rates()
+        self.common = common(self._rates)
+        """Those of the rates that the compiled parts look at."""
         self._folded = Folded(compiled)
         self._rated_at = -np.inf
         self._faded_at = np.inf  # nothing has faded before the first look
@@ -293,6 +295,7 @@ class Columns:
         """Return the common rates: medians over replicas that have measured theirs, computed again every `RATES_S`."""
         if now - self._rated_at >= RATES_S:
             self._rated_at, self._rates = now, self._measure(now)
+            self.common = common(self._rates)
         return self._rates
 
     def folded(self, now: float, block_size: int) -> Floats:

@@ -15,7 +15,6 @@ from penstock.gateway.picker.columns import Columns
 from penstock.gateway.picker.coming import Coming
 from penstock.gateway.picker.compiled import Compiled
 from penstock.gateway.picker.cost import horizon
-from penstock.gateway.picker.folded import common
 from penstock.gateway.picker.places import Places
 from penstock.gateway.picker.policies import POLICIES
 from penstock.gateway.picker.request import RequestView
@@ -113,7 +112,7 @@ class Picks:
             resident,
             columns.table,
             folded,
-            common(rates),
+            columns.common,
             now,
             changed,
             prompt.tokens,

@@ -159,6 +159,8 @@ def _view(passage: Passage) -> RequestView:
 
 def _answers(fields: Mapping[str, Any]) -> int:
     """How many the engine makes of each prompt, as far as that is a number; the engine is the judge of it."""
+    if "n" not in fields and "best_of" not in fields:
+        return 1
     counts = [count for name in ("n", "best_of") if isinstance(count := fields.get(name), int)]
     return max(counts) if counts else 1
 

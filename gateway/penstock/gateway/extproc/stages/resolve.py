@@ -1,7 +1,7 @@
 """What a client's `model` means: a model, an adapter on it, or the canary that takes some of its traffic."""
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from penstock.api.fleet import InferencePool, Model
 from penstock.gateway.extproc.call import Call, Refused
@@ -19,6 +19,15 @@ from penstock.gateway.picker.subset import Subset, only
 from penstock.gateway.tenants.tenant import Tenant
 
 
+class _Meaning(NamedTuple):
+    """What `Resolve` sets of a `Passage`."""
+
+    adapter: str | None
+    model: Model
+    name: str
+    renamed: str | None
+
+
 class Resolve:
     """Resolves a name to a model of the fleet, and to those of its replicas that the request's port allows.
 
@@ -31,6 +40,8 @@ class Resolve:
         self._served = names
         self._prompts = prompts
         self._scopes = Scopes(state)
+        self._named_by = state.directory.names
+        self._meanings: dict[str, _Meaning] = {}
 
     async def first(self, passage: Passage) -> None:
         """As `run`, but before it refuses an unknown name it asks the pods of an open pool."""
@@ -45,9 +56,14 @@ class Resolve:
 
     def run(self, passage: Passage) -> None:
         """Finds what the body names; raises `Refused` with 404 where there is no such thing here."""
-        pool, name, tenant = self._pool(passage.call), passage.body.model, passage.tenant
+        call, name, tenant = passage.call, passage.body.model, passage.tenant
         if not tenant.limits.may_use(name):  # as if it did not exist
-            raise self.unknown(name, passage.call, tenant)
+            raise self.unknown(name, call, tenant)
+        if call.inference_pool is None and call.subset is None and (found := self._same_for_all().get(name)) is not None:
+            passage.adapter, passage.model, passage.name, passage.renamed = found
+            passage.subset, passage.resolved = None, True
+            return
+        pool = self._pool(call)
         named = self._named(passage, pool)
         if named is None:
             assert pool is not None
@@ -58,6 +74,19 @@ class Resolve:
         if passage.model.policy not in POLICIES:
             message = f"model {passage.body.model!r} asks for an unknown routing policy, {passage.model.policy!r}"
             raise Refused(503, message, "unknown_policy")
+        if named is not None and pool is None and call.subset is None and not self._shared(named):
+            self._same_for_all()[name] = _Meaning(passage.adapter, passage.model, passage.name, passage.renamed)
+
+    def _same_for_all(self) -> dict[str, _Meaning]:
+        """What names mean in every request by the gateway's own port that no subset narrows, as far as that was asked."""
+        names = self._state.directory.names
+        if names is not self._named_by:
+            self._named_by, self._meanings = names, {}
+        return self._meanings
+
+    def _shared(self, named: Named) -> bool:
+        """Whether canaries take some of the requests."""
+        return named.adapter is None and bool(self._state.directory.names.canaries(named.model))
 
     def names(self, call: Call, tenant: Tenant) -> Iterator[tuple[str, dict[str, Any]]]:
         """All names that a request of this kind may use, as OpenAI's API describes them."""
