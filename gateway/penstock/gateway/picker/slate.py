@@ -146,7 +146,7 @@ class Sketch(NamedTuple):
 
     @property
     def replicas(self) -> Sequence[Replica | None]:
-        """See `Slate.replicas`."""
+        """The replica in each row; None: the row is blank."""
         return self.seats.replicas
 
     def slate(self) -> Slate:
