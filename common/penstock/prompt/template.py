@@ -1,5 +1,6 @@
 """Chat templates: sandboxed Jinja with the conventions that checkpoints in Hugging Face format rely on."""
 
+import contextlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
@@ -13,10 +14,10 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from penstock.prompt.errors import BundleError, PromptError
+from penstock.prompt.straight import OF_DICTIONARIES, BeyondError, straight
 
 # What the expressions of a template raise on messages that its author did not foresee.
 _RENDER_ERRORS = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
-_OF_DICTIONARIES = frozenset(dir(dict))
 _ABSENT = object()
 
 
@@ -36,7 +37,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 
     def getattr(self, obj: Any, attribute: str) -> Any:
         """As Jinja has it: an attribute, else an item."""
-        if type(obj) is not dict or attribute in _OF_DICTIONARIES:
+        if type(obj) is not dict or attribute in OF_DICTIONARIES:
             return super().getattr(obj, attribute)
         found = obj.get(attribute, _ABSENT)
         return self.undefined(obj=obj, name=attribute) if found is _ABSENT else found
@@ -62,6 +63,7 @@ class ChatTemplate:
             self._template = environment.from_string(source)
             # Copied at each rendering, which takes three times as long of Jinja's chain of mappings.
             self._template.globals = dict(self._template.globals)
+            self._straight = straight(environment.parse(source), environment.globals)
             self.variables = frozenset(find_undeclared_variables(environment.parse(source)) - environment.globals.keys())
             """The names that it reads and does not set."""
             self.takes_parts = _takes_parts(environment.parse(source))
@@ -72,8 +74,12 @@ class ChatTemplate:
 
     def render(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
         """The prompt's text; raises `PromptError` where the template refuses the messages."""
+        given = {**self._special_tokens, "messages": messages, **variables}
+        if self._straight is not None:
+            with contextlib.suppress(BeyondError, *_RENDER_ERRORS):  # Jinja renders what is beyond it, and says what is wrong
+                return self._straight(given)
         try:
-            return self._template.render(**self._special_tokens, messages=messages, **variables)
+            return self._template.render(given)
         except _RENDER_ERRORS as error:
             raise PromptError(f"the model's chat template refuses these messages: {error}", "messages") from None
 
