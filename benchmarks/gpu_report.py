@@ -68,14 +68,16 @@ TESTS_ALONE = (
     "engine/tests/runner/device/test_device_memory.py",
     "engine/tests/runner/device/test_offload.py",
     "engine/tests/runner/device/test_ceilings.py",
+    "kernels/tests/test_gluon_attention.py",
 )
-"""Those that measure memory or bandwidth: nothing else may use the device meanwhile."""
+"""Those that measure memory or bandwidth, and those of kernels that could hang: nothing else may use the device meanwhile."""
 COMPILED = (
     "kernels/tests/test_production_tables.py",
     "kernels/tests/test_sampling.py",
     "kernels/tests/test_triton_attention.py",
     "kernels/tests/test_triton_eight_bits.py",
     "kernels/tests/test_shared_prefix.py",
+    "kernels/tests/test_gluon_attention.py",
     "kernels/tests/test_few_rows.py",
     "kernels/tests/test_float8_linear.py",
     "kernels/tests/test_triton_quantized.py",
@@ -117,7 +119,10 @@ class Item:
 def items(dry: bool) -> list[list[Item]]:
     """What is to be found out, in order: the items of a list run beside each other."""
     stand_ins = ("--dry-run",) if dry else ()
-    tests = [Item("tests", file, 240, ("-m", "gpu.test_file", file, *stand_ins)) for file in (*TESTS, *TESTS_ALONE)]
+    tests = [
+        Item("tests", file, 60 if "gluon" in file else 240, ("-m", "gpu.test_file", file, *stand_ins))
+        for file in (*TESTS, *TESTS_ALONE)
+    ]
     beside, alone = tests[: len(TESTS)], tests[len(TESTS) :]
     figures = [Item("figures", name, _limit(name), ("-m", "gpu.run", name, *stand_ins)) for name in FIGURES_FIRST]
     sweeps = [Item("sweeps", name, 60, ("-m", "gpu.sweep", name, *stand_ins)) for name in SWEEPS]

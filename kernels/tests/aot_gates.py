@@ -21,7 +21,7 @@ from aot_dense import empty
 
 from penstock.kernels.compile_only import CompiledKernel, compile_only
 from penstock.kernels.paged_attention.device_batch import DeviceBatch
-from penstock.kernels.paged_attention.launch import LaunchTable, fast_launches, invariant_launches
+from penstock.kernels.paged_attention.launch import LaunchTable, fast_launches, gluon_launches, invariant_launches
 from penstock.kernels.paged_attention.triton import paged_attention
 from penstock.kernels.prepare_kv.cache_rows import FLOATS_OF_EIGHT_BITS, row_size
 from penstock.kernels.sampling.buffers import RESULT
@@ -99,6 +99,8 @@ LAUNCHES: list[Callable[[], None]] = [
     attention(EIGHT_B, 9, 2048, 2048),
     attention(EIGHT_B, 1, 100, 100),
     attention(EIGHT_B, 9, 2048, 2048, table=invariant_launches),
+    attention(EIGHT_B, 9, 2048, 2048, table=gluon_launches),
+    attention((32, 8, 64), 9, 2048, 2048, table=gluon_launches, block_size=32),
     attention(EIGHT_B, 64, 1, 64, shares=True),
     attention(EIGHT_B, 512, 1, 512, kept=torch.float8_e4m3fn),
     attention(EIGHT_B, 9, 2048, 2048, kept=torch.float8_e4m3fn),
@@ -167,6 +169,13 @@ def _waits(ptx: str) -> bool:
     return touched is None and "griddepcontrol.launch_dependents" in after
 
 
+def _arrive_together(ptx: str) -> bool:
+    """Whether all warps of a warpgroup have waited for their products before one of them says that a slot is free."""
+    events = re.findall(r"wgmma\.wait_group|bar\.sync|mbarrier\.arrive\.shared", ptx)
+    arrivals = [before for before, event in itertools.pairwise(events) if event.startswith("mbarrier")]
+    return bool(arrivals) and set(arrivals) == {"bar.sync"}
+
+
 def _took(kernel: CompiledKernel) -> dict[str, object]:
     registers, stack = kernel.usage()
     took: dict[str, object] = {"name": kernel.name, "registers": registers, "stack": stack, "shared": kernel.shared}
@@ -176,6 +185,10 @@ def _took(kernel: CompiledKernel) -> dict[str, object]:
         ("paged_attention_", "_prefix_attention", "latent_attention", "_few_rows")
     ):  # to disassemble all takes longer than to compile them
         took |= _pipeline(kernel.assembly())
+    if kernel.name == "_gluon_attention_kernel":
+        assembly = kernel.assembly()
+        took |= {name: assembly.count(name) for name in ("HGMMA", "UTMALDG", "USETMAXREG")}
+        took |= {"together": _arrive_together(ptx), "beside": assembly.count("WARPGROUP.DEPBAR.LE gsb0, 0x1")}
     if kernel.name == "wide_kernel":
         took["ahead"] = _ahead(kernel.assembly())
     return took

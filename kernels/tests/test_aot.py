@@ -34,6 +34,7 @@ REGISTERS = {
     "paged_attention_short_split": 255,
     "paged_attention_long": 255,  # of 256 threads: one
     "paged_attention_long_split": 255,
+    "_gluon_attention_kernel": 168,  # of 384 threads, one program a multiprocessor; 24 to 240 after it has begun
     "_prefix_attention_kernel": 255,  # of 256 threads: one
     "latent_attention_16_heads": 128,  # of 256 threads: two
     "latent_attention_64_heads": 255,  # of 256 threads: one
@@ -51,7 +52,7 @@ SPILLS = {
 """Bytes of stack a thread that are known and kept: a load and a store a program, outside of the loops over keys."""
 
 
-ONE_AFTER_ANOTHER = {"_apply_changes_kernel", "logprobs_kernel", "count_kernel", "penalise_kernel"}
+ONE_AFTER_ANOTHER = {"_gluon_attention_kernel", "_apply_changes_kernel", "logprobs_kernel", "count_kernel", "penalise_kernel"}
 """Kernels that begin when all before them has ended: they stand behind copies, or in few steps."""
 
 
@@ -91,6 +92,15 @@ def test_attention_multiplies_while_further_tiles_are_on_their_way(compiled):
     """`DEPBAR.LE SB0, 0x3`: two tiles of keys and values, and block numbers. With 0x0 a loop waits for what it just asked for."""
     of = [kernel["depth"] for kernel in compiled if kernel["name"].startswith(("paged", "_prefix", "latent"))]
     assert len(of) >= 5 and min(of) >= 3
+
+
+def test_gluon_prompts_are_copied_by_one_warp_beside_two_warpgroups_that_multiply(compiled):
+    """Both products are asynchronous, one still under way beside the softmax; slots are freed by all warps together."""
+    of = [kernel for kernel in compiled if kernel["name"] == "_gluon_attention_kernel"]
+    assert len(of) == 2
+    for kernel in of:
+        assert kernel["HGMMA"] >= 48 and kernel["UTMALDG"] >= 4 and kernel["USETMAXREG"] >= 4, kernel
+        assert kernel["together"] and kernel["beside"] == 2, kernel
 
 
 def test_linear_layers_of_few_rows_have_three_tiles_of_weights_on_their_way(compiled):

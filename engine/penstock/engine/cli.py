@@ -372,7 +372,7 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     add("--mm-processor-kwargs", type=_object, default={}, metavar="JSON", help=what)
     what = "host names from which images are fetched by HTTPS (None: images come inside requests alone)"
     add("--allowed-media-domains", nargs="+", metavar="HOST", help=what)
-    backends = ["triton", "flash_attn", "flashinfer", "torch"]
+    backends = ["triton", "flash_attn", "flashinfer", "torch", "gluon"]
     what = 'enforcement of grammars, with vLLM\'s keys: \'{"backend": "xgrammar"}\''
     add("--structured-outputs-config", type=_object, default={}, metavar="JSON", help=what)
     what = 'speculative decoding, with vLLM\'s keys: \'{"method": "ngram", "num_speculative_tokens": 4}\''

@@ -17,7 +17,7 @@ KVDType = Literal["bfloat16", "float16", "float32", "fp8_e4m3", "fp8_e5m2", "int
 """Of keys and values; the last three have eight bits."""
 LoadFormat = Literal["auto", "safetensors", "dummy"]
 """Where weights come from: `auto` is `safetensors`; `dummy` makes them up."""
-AttentionBackendName = Literal["triton", "flash_attn", "flashinfer", "torch"]
+AttentionBackendName = Literal["triton", "flash_attn", "flashinfer", "torch", "gluon"]
 LogprobsMode = Literal["raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits"]
 """What is reported as a token's logprob: its log probability or its logit, as the model gave it or as it was sampled from, after
 masks, penalties, temperature and filters."""

@@ -21,6 +21,7 @@ from penstock.kernels.ops import REFERENCE
 from penstock.kernels.paged_attention.device_batch import DeviceBatch
 from penstock.kernels.paged_attention.device_reference import paged_attention_device
 from penstock.kernels.paged_attention.latent_launch import latent_launch
+from penstock.kernels.paged_attention.launch import fast_launches, gluon_launches
 
 STAND_INS = Path(__file__).with_name("stand_ins")
 HOPPER = AttentionNeeds(
@@ -66,6 +67,18 @@ def test_a_cpu_and_a_gpu_are_served_by_the_first_that_can(caplog):
     assert "attention: torch (triton: needs a CUDA device, not 'cpu'" in caplog.text
 
 
+def test_gluon_serves_where_it_is_asked_for_alone(monkeypatch):
+    needs = replace(HOPPER, device="meta")
+    assert choose_backend(HOPPER, "gluon").name == "gluon" and "gluon" not in BACKENDS
+    for name, table in (("gluon", gluon_launches), ("triton", fast_launches)):
+        backend = choose_backend(HOPPER, name)(needs)
+        monkeypatch.setattr(
+            sys.modules["penstock.engine.attention.backends.triton"], "paged_attention", lambda *_, table, **__: table
+        )
+        empty = torch.empty(1, dtype=torch.int32)
+        assert backend.attend(empty, empty, DeviceBatch(16, empty, empty, empty, empty, None, 1, 1), 0.1) is table
+
+
 def test_a_latent_s_workspace_is_that_of_its_own_launches(monkeypatch):
     needs = replace(HOPPER, device="meta", num_heads=32, num_kv_heads=1, head_size=40, value_size=32, max_model_len=4096)
     backend = choose_backend(HOPPER)(needs)
@@ -95,6 +108,13 @@ def test_a_latent_s_workspace_is_that_of_its_own_launches(monkeypatch):
             {"kv_dtype": torch.int8, "value_size": 20, "head_size": 30},
             "behind 30 numbers of a byte are not at multiples of 4",
         ),
+        ("gluon", {"capability": (10, 0)}, "compute capability 10.0 is not 9.x"),
+        ("gluon", {"dtype": torch.float16, "kv_dtype": torch.float16}, "dtype torch.float16 is none of torch.bfloat16"),
+        ("gluon", {"kv_dtype": torch.int8}, "a KV cache of torch.int8 is not in the calls that are used here"),
+        ("gluon", {"head_size": 96}, "head size 96 is none of 64, 128"),
+        ("gluon", {"block_sizes": (16, 24)}, "block size 24 is none of 16, 32, 64, 128"),
+        ("gluon", {"num_heads": 129, "num_kv_heads": 1}, "more than 128 query heads share a key head"),
+        ("gluon", {"softcap": 1.0}, "soft caps, attention sinks and latent attention are not in its kernel"),
         ("flash_attn", {"kv_dtype": torch.float8_e5m2}, "a KV cache of torch.float8_e5m2 is not in the calls that are used here"),
         ("flashinfer", {"kv_dtype": torch.int8}, "a KV cache of torch.int8 is not in the calls that are used here"),
         ("flash_attn", {}, r"neither flash_attn_interface .* nor flash_attn is installed"),

@@ -6,7 +6,7 @@ are split over several programs, of which the last to arrive merges what all hav
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
@@ -81,6 +81,8 @@ class Launch:
     """With `search`: requests with so many queries or fewer are another launch's."""
     pads: bool
     """Whether the launch zeroes the padding tokens."""
+    gluon: bool = False
+    """Whether the Gluon kernel of long prompts is launched."""
 
     def slots(self, num_requests: int, num_tokens: int) -> int:
         """Queries for which there must be room in a workspace."""
@@ -125,6 +127,18 @@ def fast_launches(
     return small, Launch(
         block_m, block_q, tile, warps, stages, splits, 0, _LONG_LEAST_TILES, search=True, skip=small.block_q, pads=False
     )
+
+
+@lru_cache(maxsize=1024)
+def gluon_launches(
+    shape: AttentionShape, num_requests: int, max_query_len: int, max_keys: int, num_tokens: int
+) -> tuple[Launch, ...]:
+    """As `fast_launches`, but long requests whose keys are not split are the Gluon kernel's."""
+    *others, last = fast_launches(shape, num_requests, max_query_len, max_keys, num_tokens)
+    if last.search and last.splits == 1:
+        rows, stages = 128, 2 if shape.head_size == 128 else 4
+        last = replace(last, block_m=rows, block_q=rows // shape.group, tile=128, num_warps=4, num_stages=stages, gluon=True)
+    return *others, last
 
 
 @lru_cache(maxsize=1024)

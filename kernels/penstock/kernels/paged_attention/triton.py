@@ -31,6 +31,7 @@ from penstock.kernels.paged_attention.launch import (
     AttentionWorkspace,
     LaunchTable,
     fast_launches,
+    gluon_launches,
     invariant_launches,
     merge_chunk,
     power_of_two,
@@ -230,7 +231,7 @@ def paged_attention(
         scale: See the reference.
         softcap: See the reference.
         sinks: See the reference.
-        table: How to launch.
+        table: How to launch. Of `gluon_launches`, layers with a window are launched by `fast_launches`.
         workspace: For what the table asks, ValueError where it is too small; None: allocated for the call.
         prefix: For batches that share a prefix, ValueError where it is too small; None: allocated for the call.
         out: See the reference.
@@ -243,6 +244,8 @@ def paged_attention(
     kv_heads, requests, tokens = kv_cache.shape[2], batch.num_requests, batch.num_tokens
     shape = AttentionShape(num_heads, kv_heads, head_size, q.element_size(), kv_cache.dtype is SCALED)
     max_keys = batch.block_table.shape[1] * batch.block_size
+    if table is gluon_launches and batch.window is not None:
+        table = fast_launches
     launches = table(shape, requests, batch.max_query_len, max_keys, tokens)
     if workspace is None:
         workspace = AttentionWorkspace.of(shape, launches, requests, tokens, q.device)
@@ -260,6 +263,12 @@ def paged_attention(
     padded = shape.padded_head_size
     keys, values = product_types(q.dtype, kv_cache.dtype)
     for launch in launches:
+        if launch.gluon:
+            # Only where it is asked for: its library changes from one version of Triton to the next.
+            from penstock.kernels.paged_attention.gluon import attend_long
+
+            attend_long(out, q, kv_cache, batch, shape, factor, launch)
+            continue
         rows = power_of_two(launch.block_q * shape.group)
         _paged_attention_kernel[launch.blocks(requests, tokens), kv_heads, launch.splits](
             out, workspace.values, workspace.lse, workspace.arrived, q, kv_cache, batch.rows, batch.query_start_loc,

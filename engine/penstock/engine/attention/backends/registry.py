@@ -17,6 +17,8 @@ BACKENDS: dict[AttentionBackendName, str] = {
     "torch": "penstock.engine.attention.backends.torch:TorchBackend",
 }
 """Backends by name, in the order in which they are tried. Each is imported only then."""
+_BY_NAME_ALONE: dict[AttentionBackendName, str] = {"gluon": "penstock.engine.attention.backends.gluon:GluonBackend"}
+"""Backends that no model has unless it asks for them."""
 Flag = Literal["--attention-backend", "--prefill-attention-backend"]
 _FLAGS: dict[Flag, str] = {"--attention-backend": "attention", "--prefill-attention-backend": "attention of prompts"}
 """What each chooses, for the log."""
@@ -52,7 +54,7 @@ def choose_backend(
         ConfigError: The one that is asked for cannot, or none can; the message says why.
     """
     refused: list[str] = []
-    for name, path in BACKENDS.items() if forced is None else [(forced, BACKENDS[forced])]:
+    for name, path in BACKENDS.items() if forced is None else [(forced, (BACKENDS | _BY_NAME_ALONE)[forced])]:
         module, _, attribute = path.partition(":")
         backend: type[AttentionBackend] = getattr(importlib.import_module(module), attribute)
         reasons = backend.refusals(needs)

@@ -30,7 +30,7 @@ class TritonBackend(AttentionBackend):
 
     def __init__(self, needs: AttentionNeeds, *, batch_invariant: bool = False) -> None:
         super().__init__(needs)
-        self._table: LaunchTable = invariant_launches if batch_invariant else fast_launches
+        self._table: LaunchTable = invariant_launches if batch_invariant else self.table()
         heads = needs.num_heads, needs.num_kv_heads, needs.head_size
         shape = AttentionShape(*heads, needs.dtype.itemsize, needs.kv_dtype is SCALED)
         # A prefix that is read apart changes bits with the requests beside it.
@@ -47,6 +47,11 @@ class TritonBackend(AttentionBackend):
                 shape, self._table, needs.max_num_seqs, needs.max_num_tokens, max_keys, needs.device
             )
         self._prefix = PrefixWorkspace.sized(shape, needs.max_num_seqs, max_keys, needs.device) if self._shares else None
+
+    @classmethod
+    def table(cls) -> LaunchTable:
+        """How it launches where results need not be the same in any batch."""
+        return fast_launches
 
     @property
     def shares(self) -> bool:

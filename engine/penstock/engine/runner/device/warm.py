@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from penstock.engine.attention.backends.gluon import GluonBackend
 from penstock.engine.attention.backends.phases import AttentionPhases
 from penstock.engine.attention.backends.triton import TritonBackend
 from penstock.engine.config import ConfigError, EngineConfig
@@ -134,11 +135,12 @@ class MetaRunner(DeviceRunner):
     def _choose_attention(self, config: DecoderConfig) -> AttentionPhases:
         """The one whose kernels are compiled here."""
         asked, needs = self.config.attention_backend, self._attention_needs(config)
-        if asked not in (None, TritonBackend.name):
+        if asked not in (None, TritonBackend.name, GluonBackend.name):
             raise ConfigError(f"--attention-backend {asked} brings kernels of its own: those of triton alone are compiled ahead")
-        if reasons := TritonBackend.refusals(replace(needs, device="cuda", capability=self._capability)):
+        chosen = GluonBackend if GluonBackend.name in (asked, self.config.prefill_attention_backend) else TritonBackend
+        if reasons := chosen.refusals(replace(needs, device="cuda", capability=self._capability)):
             raise ConfigError(f"no kernels for this model's attention: {', '.join(reasons)}")
-        backend = TritonBackend(needs)
+        backend = chosen(needs)
         return AttentionPhases(backend, backend, self._max_decode_tokens)
 
     def _fill(self, source: Source) -> None:
