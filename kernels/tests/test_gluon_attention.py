@@ -8,6 +8,8 @@ import pytest
 import torch
 from device_cases import DeviceCase
 from gluon_stand_in import Hazard, Machine, bound, pointer
+from triton._C.libtriton import gluon_ir, ir
+from triton.experimental.gluon import language as gl
 
 from penstock.kernels.paged_attention import gluon, tiles
 from penstock.kernels.paged_attention.launch import AttentionShape, gluon_launches
@@ -129,6 +131,23 @@ def test_each_barrier_wait_and_mask_is_needed(name):
         for how in SCHEDULES:
             check(DeviceCase(1, 1, 64, case, block_size=64, dtype=BF16), *MUTATIONS[name], **how)
     assert "places with" not in str(told.value) and "stand-in itself" not in str(told.value)
+
+
+@pytest.mark.parametrize("head_size", [64, 128])
+@pytest.mark.parametrize("page", [16, 32, 64, 128])
+def test_pieces_side_by_side_are_the_matrix_that_is_multiplied(head_size, page):
+    """By the compiler's own layouts: the bits of an element's place are those in its piece, then pages, then columns of 64."""
+    context = ir.context()
+    ir.load_dialects(context)
+    builder = gluon_ir.GluonOpBuilder(context)
+
+    def bases(shape: list[int]) -> list[list[int]]:
+        layout = gl.NVMMASharedLayout(128, 16, len(shape))
+        return [basis[-2:] for basis in builder.to_linear_layout(layout._to_ir(builder), shape).offset_bases]
+
+    pages = [[page << bit, 0] for bit in range((128 // page).bit_length() - 1)]
+    columns = [[0, gluon.WIDTH]] * (head_size // 128)
+    assert bases([128, head_size]) == bases([1, 1, 1, page, gluon.WIDTH]) + pages + columns
 
 
 def test_layers_with_a_window_and_split_keys_are_tritons():
