@@ -47,6 +47,35 @@ def decode_peers(q: torch.Tensor, cache: torch.Tensor, table: torch.Tensor, leng
     }
 
 
+def latent_peers(
+    q: torch.Tensor, cache: torch.Tensor, table: torch.Tensor, lengths: torch.Tensor, scale: float, value_size: int
+) -> Peers:
+    """One query each of several requests over a paged cache of latents.
+
+    Args:
+        q: [r, heads, d].
+        cache: [blocks, 1, 1, block_size, d]; a value is the last elements of its key.
+        table: [r, max_blocks], int32.
+        lengths: [r], int32.
+        scale: Of the scores.
+        value_size: Elements of a value.
+    """
+    return {"FlashMLA": lambda: _flash_mla(q, cache, table, lengths, scale, value_size)}
+
+
+def _flash_mla(
+    q: torch.Tensor, cache: torch.Tensor, table: torch.Tensor, lengths: torch.Tensor, scale: float, value_size: int
+) -> Work:
+    """Whose keys begin with their values."""
+    import flash_mla  # pyright: ignore[reportMissingImports]
+
+    queries, keys = (x.roll(value_size, -1).contiguous() for x in (q.unsqueeze(1), cache[:, 0].transpose(1, 2)))
+    plan = flash_mla.get_mla_metadata(lengths, q.shape[1], 1)
+    return lambda: flash_mla.flash_mla_with_kvcache(
+        queries, keys, table, lengths, value_size, *plan, softmax_scale=scale, causal=True
+    )
+
+
 def _sdpa(backend: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, causal: bool) -> Work:
     from torch.nn.attention import SDPBackend, sdpa_kernel
 

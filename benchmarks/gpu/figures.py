@@ -50,6 +50,9 @@ FIGURES = {
     "gluon_prefill": Figure(
         "prefill attention in Gluon, 8k, times as fast as in Triton", "gluon_prefill", (), Gate(1.0, 1.3, "times", "more"), 30
     ),
+    "latent_attention": Figure(
+        "decode attention over latents, share of a read stream", "latent_attention", (), Gate(90, 95, "%", "more"), 45
+    ),
     "sampling": Figure("filtered sampling, 256 rows of 151,936", "sampling", (), Gate(100, 48, "us", "less"), 45),
     "host_time": Figure("host's time a step at 256 running", "host_time", ("qwen3-0.6b",), Gate(0.3, 0.15, "ms", "less"), 60),
     "dependent_launch": Figure(
