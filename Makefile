@@ -55,6 +55,13 @@ $(NATIVE): gateway/native/Cargo.toml gateway/native/Cargo.lock gateway/native/py
 	@$(UV) pip install --quiet --python $(BIN)/python --no-deps --reinstall --build-constraints requirements/native.txt ./gateway/native
 	@touch $@
 
+.PHONY: native-wheels
+native-wheels: setup ## wheels of gateway/native in dist/, for x86-64 and aarch64 with glibc from 2.28 on (needs cargo, and rustup's targets of both)
+	@for cpu in x86_64 aarch64; do \
+		(cd gateway/native && $(CURDIR)/$(UV) tool run --quiet --constraints $(CURDIR)/requirements/native.txt --with ziglang \
+			maturin build --quiet --release --zig --target $$cpu-unknown-linux-gnu --compatibility manylinux_2_28 --out $(CURDIR)/dist) || exit 1; \
+	done
+
 .PHONY: kv-parts
 kv-parts: setup ## what the tests of KV tiers and transfer need beside the lock: NIXL (240 MB, without torch), Mooncake, LMCache (0.5 GB beside torch), an S3 server
 	@$(UV) pip install --quiet --python $(BIN)/python --no-deps --require-hashes -r requirements/nixl.txt -r requirements/mooncake.txt
