@@ -123,10 +123,19 @@ def test_a_files_gpu_tests_are_collected_by_name(file, option):
     assert last["tests"] == last["skipped_tests"] > 0
 
 
-def test_sampling_is_held_to_one_read_of_the_logits():
-    found = sampling.measure("cpu", rows=3, vocab=200, clock=HostClock(), ops=CPU)
+def test_sampling_is_held_to_one_read_of_the_logits_in_bfloat16():
+    read: list[int] = []
+
+    class Read(HostClock):
+        def seconds(self, work, *, repeats=20, flush=True):
+            of = (work.__defaults__ or (None,))[0]
+            read.append(0 if of is None else of.element_size())
+            return super().seconds(work, repeats=1)
+
+    found = sampling.measure("cpu", rows=3, vocab=200, clock=Read(), ops=CPU)
+    assert read == [0, *[2, 4] * len(sampling.KINDS)]
     assert [row["kind"] for row in found["rows"]] == list(sampling.KINDS)
-    assert found["value"] > 0 and found["rows"][0]["over_a_read"] > 0 and found["rows"][0]["bfloat16_us"] > 0
+    assert found["value"] > 0 and found["rows"][0]["over_a_read"] > 0 and found["rows"][0]["float32_us"] > 0
 
 
 def test_the_best_launch_is_told_beside_the_tables_own():
