@@ -138,6 +138,7 @@ class Machine:
         self.flights: dict[int, list[Product]] = {}
         self.turn = threading.Condition()
         self.running: int | None = None
+        self.order: list[int] = []
         self.ready: dict[int, Callable[[], bool]] = {}
         self.failed: BaseException | None = None
 
@@ -148,7 +149,8 @@ class Machine:
         while self.ready:
             if self.eager:
                 self._land(all_of_them=True)
-            able = [number for number, can in self.ready.items() if can()]
+            # In the partitions' order: a schedule is the same in each run, however the threads began.
+            able = sorted((number for number, can in self.ready.items() if can()), key=self.order.index)
             if able:
                 self.running = self.random.choice(able)
                 self.turn.notify_all()
@@ -177,7 +179,7 @@ class Machine:
             del self.ready[number]
 
     def specialize(self, partitions: Sequence[tuple[Callable[..., None], tuple[Any, ...]]], *_sizes: Any) -> None:
-        barrier = threading.Barrier(len(partitions))
+        barrier, started = threading.Barrier(len(partitions)), threading.Event()
 
         def run(function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
             number = threading.get_ident()
@@ -185,6 +187,7 @@ class Machine:
                 with self.turn:
                     self.ready[number] = lambda: True
                 barrier.wait(TIMEOUT_S)
+                started.wait(TIMEOUT_S)
                 with self.turn:
                     if self.running is None:
                         self._next()
@@ -205,6 +208,9 @@ class Machine:
         threads = [threading.Thread(target=run, args=it, daemon=True) for it in partitions]
         for thread in threads:
             thread.start()
+            assert thread.ident is not None
+            self.order.append(thread.ident)
+        started.set()
         for thread in threads:
             thread.join(TIMEOUT_S)
         if self.failed is not None:
