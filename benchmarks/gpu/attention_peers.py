@@ -6,9 +6,26 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from gpu.clock import Clock
+from gpu.figures import Row
+
 Work = Callable[[], object]
 Peers = dict[str, Callable[[], Work]]
 """By name, what makes the work ready; it raises whatever stands in the way."""
+
+
+def beside(peers: Peers, clock: Clock, seconds: float, told: Callable[[float], Row], *, flush: bool = True) -> Row:
+    """Of each peer its time as it is told, and how many times as long it takes as ours, which takes `seconds`; of one that is not
+    there, or cannot, why. `flush`: as of the clock."""
+    found: Row = {}
+    for name, prepare in peers.items():
+        try:
+            theirs = clock.seconds(prepare(), flush=flush)
+        except Exception as error:  # noqa: BLE001 (whatever stands in its way)
+            found[name] = {"absent": f"{type(error).__name__}: {error}".partition("\n")[0]}
+        else:
+            found[name] = told(theirs) | {"penstock_over_it": theirs / seconds}
+    return found
 
 
 def prefill_peers(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> Peers:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from gpu.attention_peers import Peers, decode_peers
+from gpu.attention_peers import Peers, beside, decode_peers
 from gpu.clock import Clock, CudaClock
 from gpu.figures import Row, attention_bytes, mixed_lengths
 from gpu.read_stream import read_stream
@@ -70,17 +70,11 @@ def measure_case(case: Case, attend: Attend, clock: Clock, stream: float, peers:
     scale, size = HEAD_SIZE**-0.5, attention_bytes(case.lengths, KV_HEADS, HEAD_SIZE, dtype.itemsize)
     seconds = clock.seconds(lambda: attend(q, cache, batch, scale))
     row: Row = {"case": case.name, "us": 1e6 * seconds, "bytes": size, "share_of_stream": size / seconds / stream}
-    found: dict[str, Any] = {}
-    for name, prepare in peers(q, cache, batch.block_table, batch.seq_lens, scale).items():
-        try:
-            theirs = clock.seconds(prepare())
-        except Exception as error:  # noqa: BLE001 (a peer that is not there, or cannot)
-            found[name] = {"absent": f"{type(error).__name__}: {error}".partition("\n")[0]}
-        else:
-            found[name] = {"us": 1e6 * theirs, "penstock_over_it": theirs / seconds}
+    others = peers(q, cache, batch.block_table, batch.seq_lens, scale)
+    row["peers"] = beside(others, clock, seconds, lambda theirs: {"us": 1e6 * theirs})
     if case.gated:
         row["eight_bits"] = eight_bits(seconds, attend, clock, q, cache, batch, scale)
-    return row | {"peers": found}
+    return row
 
 
 def eight_bits(seconds: float, attend: Attend, clock: Clock, q: torch.Tensor, cache: torch.Tensor, *step: Any) -> Row:

@@ -1,12 +1,12 @@
 """Decode attention over latents (DeepSeek V3), of one layer: how near it comes to a kernel that only reads them."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from gpu.attention_peers import Peers, latent_peers
+from gpu.attention_peers import Peers, beside, latent_peers
 from gpu.clock import Clock, CudaClock
 from gpu.figures import Row
 from gpu.read_stream import read_stream
@@ -43,17 +43,10 @@ def measure_case(case: Case, attend: Attend, clock: Clock, stream: float, peers:
     batch = DeviceBatch.from_host(starts, lengths, order, BLOCK, device=clock.device)
     read = case.requests * case.length * size * dtype.itemsize
     seconds = clock.seconds(lambda: attend(q, cache, batch))
-    found: dict[str, Any] = {}
-    for name, prepare in peers(q, cache, batch.block_table, batch.seq_lens, SCALE, LATENT).items():
-        try:
-            theirs = clock.seconds(prepare())
-        except Exception as error:  # noqa: BLE001 (a peer that is not there, or cannot)
-            found[name] = {"absent": f"{type(error).__name__}: {error}".partition("\n")[0]}
-        else:
-            found[name] = {"us": 1e6 * theirs, "penstock_over_it": theirs / seconds}
     name = f"{case.requests} x {case.length:,}, {case.heads} heads"
     row: Row = {"case": name, "us": 1e6 * seconds, "floor_us": 1e6 * read / stream, "share_of_stream": read / seconds / stream}
-    return row | {"peers": found}
+    others = peers(q, cache, batch.block_table, batch.seq_lens, SCALE, LATENT)
+    return row | {"peers": beside(others, clock, seconds, lambda theirs: {"us": 1e6 * theirs})}
 
 
 def measure(

@@ -1,12 +1,11 @@
 """Causal attention over one prompt, of one layer: operations a second."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 import torch
 
-from gpu.attention_peers import Peers, prefill_peers
+from gpu.attention_peers import Peers, beside, prefill_peers
 from gpu.clock import Clock, CudaClock
 from gpu.decode_attention import BLOCK, HEAD_SIZE, HEADS, KV_HEADS, Attend, triton_attend
 from gpu.figures import Row, causal_flops
@@ -28,15 +27,8 @@ def measure_length(length: int, attend: Attend, clock: Clock, peers: Callable[..
     seconds = clock.seconds(lambda: attend(q, cache, batch, scale), flush=False)
     row: Row = {"length": length, "ms": 1e3 * seconds, "tflops": flops / seconds / 1e12}
     k, v = (torch.randn(length, KV_HEADS, HEAD_SIZE, dtype=dtype, device=device) for _ in range(2))
-    found: dict[str, Any] = {}
-    for name, prepare in peers(q, k, v, scale).items():
-        try:
-            theirs = clock.seconds(prepare(), flush=False)
-        except Exception as error:  # noqa: BLE001 (a peer that is not there, or cannot)
-            found[name] = {"absent": f"{type(error).__name__}: {error}".partition("\n")[0]}
-        else:
-            found[name] = {"tflops": flops / theirs / 1e12, "penstock_over_it": theirs / seconds}
-    return row | {"peers": found}
+    told = beside(peers(q, k, v, scale), clock, seconds, lambda theirs: {"tflops": flops / theirs / 1e12}, flush=False)
+    return row | {"peers": told}
 
 
 def measure(
