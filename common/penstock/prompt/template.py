@@ -63,11 +63,13 @@ class ChatTemplate:
             self._template = environment.from_string(source)
             # Copied at each rendering, which takes three times as long of Jinja's chain of mappings.
             self._template.globals = dict(self._template.globals)
-            self._straight = straight(environment.parse(source), environment.globals)
-            self.variables = frozenset(find_undeclared_variables(environment.parse(source)) - environment.globals.keys())
-            """The names that it reads and does not set."""
-            self.takes_parts = _takes_parts(environment.parse(source))
+            tree = environment.parse(source)
+            self._straight = straight(tree, environment.globals)
+            self.takes_parts = _takes_parts(tree)
             """Whether it reads a content that is a list of parts."""
+            # The last to read the tree: constants are folded in it.
+            self.variables = frozenset(find_undeclared_variables(tree) - environment.globals.keys())
+            """The names that it reads and does not set."""
         except jinja2.TemplateError as error:
             raise BundleError(f"the chat template does not compile: {error}") from None
         self._special_tokens = dict(special_tokens)
