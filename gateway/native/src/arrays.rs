@@ -51,4 +51,12 @@ impl<'a> Table<'a> {
     pub fn set(&self, column: usize, row: usize, value: f64) {
         self.cells[column * self.rows + row].set(value);
     }
+
+    /// Raises where one of these has other rows.
+    pub fn alike(&self, lengths: &[usize]) -> PyResult<()> {
+        if lengths.iter().any(|&length| length != self.rows) {
+            return Err(PyValueError::new_err(format!("an array has not {} rows", self.rows)));
+        }
+        Ok(())
+    }
 }

@@ -24,7 +24,7 @@ pub struct ResidencyIndex {
 }
 
 /// The names of blocks; the whole list is read before anything is changed.
-fn names(hashes: &Bound<'_, PyAny>) -> PyResult<Vec<Hash>> {
+pub fn names(hashes: &Bound<'_, PyAny>) -> PyResult<Vec<Hash>> {
     if let Ok(own) = hashes.cast::<BlockHashes>() {
         return Ok(own.get().names.clone());
     }
@@ -46,13 +46,12 @@ impl ResidencyIndex {
         hashes: &Bound<'_, PyAny>,
         most: usize,
         block_size: usize,
-        rows: &[Cell<i64>],
+        row_of: impl Fn(usize) -> i64,
         tokens: &[Cell<f64>],
     ) -> PyResult<()> {
         let add = |bits: &[u64], depth: usize| {
             for bit in ones(bits) {
-                let row = rows.get(bit).map_or(-1, Cell::get);
-                if let Some(cell) = usize::try_from(row).ok().and_then(|row| tokens.get(row)) {
+                if let Some(cell) = usize::try_from(row_of(bit)).ok().and_then(|row| tokens.get(row)) {
                     cell.set(cell.get() + (depth.min(most) * block_size) as f64);
                 }
             }
@@ -121,7 +120,7 @@ impl ResidencyIndex {
     }
 
     #[getter]
-    fn version(&self) -> u64 {
+    pub fn version(&self) -> u64 {
         self.blocks.version
     }
 
@@ -214,7 +213,7 @@ impl ResidencyIndex {
         Ok(found)
     }
 
-    fn rows_by_bit(&self, py: Python<'_>, rows: &Bound<'_, PyDict>) -> PyResult<Vec<i64>> {
+    pub fn rows_by_bit(&self, py: Python<'_>, rows: &Bound<'_, PyDict>) -> PyResult<Vec<i64>> {
         let row = |key: &Option<Py<PyAny>>| match key {
             Some(key) => rows.get_item(key.bind(py))?.map_or(Ok(-1), |row| row.extract()),
             None => Ok(-1),
@@ -234,6 +233,7 @@ impl ResidencyIndex {
         rows: PyBuffer<i64>,
         tokens: PyBuffer<f64>,
     ) -> PyResult<()> {
-        self.add_to(hashes, most, block_size, cells(py, &rows)?, writable(py, &tokens)?)
+        let rows = cells(py, &rows)?;
+        self.add_to(hashes, most, block_size, |bit| rows.get(bit).map_or(-1, Cell::get), writable(py, &tokens)?)
     }
 }

@@ -2,9 +2,12 @@
 //! this against it.
 
 mod arrays;
+mod bookings;
 mod bpe;
 mod choice;
+mod coming;
 mod cuts;
+mod folded;
 mod h2;
 mod hashes;
 mod hashing;
@@ -45,9 +48,12 @@ fn chain<'py>(
 #[pymodule]
 fn penstock_gateway_native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     // Number of the interface in `penstock.gateway.picker.compiled`.
-    module.add("INTERFACE", 11)?;
+    module.add("INTERFACE", 12)?;
     module.add("VERSION", env!("CARGO_PKG_VERSION"))?;
     module.add("FIGURES", price::FIGURES)?;
+    module.add_class::<bookings::Bookings>()?;
+    module.add_class::<bookings::Coming>()?;
+    module.add_class::<folded::Folded>()?;
     module.add_class::<h2::BlockCache>()?;
     module.add_class::<h2::Connection>()?;
     module.add_class::<h2::Exchanges>()?;
@@ -58,7 +64,6 @@ fn penstock_gateway_native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<text::TextHasher>()?;
     module.add_class::<wire::Wire>()?;
     module.add_function(wrap_pyfunction!(chain, module)?)?;
-    module.add_function(wrap_pyfunction!(pick::fold, module)?)?;
     module.add_function(wrap_pyfunction!(pick::rank, module)?)?;
     module.add_function(wrap_pyfunction!(pick::pick, module)?)
 }

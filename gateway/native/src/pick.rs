@@ -1,21 +1,21 @@
-//! Picks: prices folded, replicas ranked, and both at once after the look-up of a prompt. `penstock.gateway.picker.compiled` says
+//! Picks: replicas ranked, and that after the look-up of a prompt and the folding of prices. `penstock.gateway.picker.compiled` says
 //! what the functions take.
 
 use std::cell::Cell;
 
 use pyo3::buffer::PyBuffer;
-use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
+use pyo3::types::PyBytes;
 
-use crate::arrays::{Table, cells, values, writable};
-use crate::index::ResidencyIndex;
+use crate::arrays::{Table, cells, values};
+use crate::bookings::Bookings;
+use crate::folded::Folded;
+use crate::index::{ResidencyIndex, names};
 use crate::{choice, price};
 
 /// The best rows in order, their scores, the score up to which they count as equal, and the seconds to the first token that the
 /// reports of the first promise.
 type Order = (Vec<usize>, Vec<f64>, f64, f64);
-/// Those of `price::Rates`.
-type Rates = (f64, f64, f64, f64);
 
 /// What a request asks of the rows.
 struct Asked {
@@ -35,24 +35,21 @@ struct Known<'a> {
     resident: &'a [Cell<f64>],
     seeds: &'a [Cell<u64>],
     other_s: Option<Vec<f64>>,
-    may: Option<Vec<u8>>,
-    last_resorts: Option<Vec<u8>>,
+    may: Option<&'a [u8]>,
+    last_resorts: Option<&'a [u8]>,
 }
 
 impl Known<'_> {
     fn ranked(&self, asked: &Asked) -> PyResult<Order> {
         let (numbers, rows) = (&self.folded, self.folded.rows);
-        let given =
-            [self.other_s.as_ref().map(Vec::len), self.may.as_ref().map(Vec::len), self.last_resorts.as_ref().map(Vec::len)];
-        let lengths = [self.figures.rows, self.resident.len(), self.seeds.len()];
-        if lengths.into_iter().chain(given.into_iter().flatten()).any(|length| length != rows) {
-            return Err(PyValueError::new_err(format!("an array has not {rows} rows")));
-        }
+        let given = [self.other_s.as_ref().map(Vec::len), self.may.map(<[u8]>::len), self.last_resorts.map(<[u8]>::len)];
+        self.folded.alike(&[self.figures.rows, self.resident.len(), self.seeds.len()])?;
+        self.folded.alike(&given.into_iter().flatten().collect::<Vec<_>>())?;
         let correction = |row: usize| self.figures.at(price::CORRECTION, row);
         let wait = |row: usize| self.other_s.as_ref().map_or(0.0, |seconds| seconds[row]);
         let fresh = |row: usize| asked.prompt_tokens - self.resident[row].get();
         let score = |row: usize| {
-            if self.may.as_ref().is_some_and(|may| may[row] == 0) {
+            if self.may.is_some_and(|may| may[row] == 0) {
                 return f64::INFINITY;
             }
             price::cost(|number| numbers.at(number, row), fresh(row), asked.tokens, wait(row) * correction(row))
@@ -61,7 +58,7 @@ impl Known<'_> {
             score: score(row),
             booked_requests: self.figures.at(price::BOOKED_REQUESTS, row),
             resident: self.resident[row].get(),
-            last_resort: self.last_resorts.as_ref().is_some_and(|last| last[row] != 0),
+            last_resort: self.last_resorts.is_some_and(|last| last[row] != 0),
             seed: self.seeds[row].get(),
         };
         let of = choice::Rows { rows: (0..rows).map(place).collect(), prompt_tokens: asked.prompt_tokens, word: asked.word };
@@ -73,50 +70,6 @@ impl Known<'_> {
         let scores = order.iter().map(|&row| of.rows[row].score).collect();
         Ok((order, scores, limit, promised_s))
     }
-}
-
-/// Folds the prices of `rows`, or of all, into `into`.
-fn folded(
-    table: &Table<'_>,
-    into: &Table<'_>,
-    rates: Rates,
-    block_size: f64,
-    now: f64,
-    rows: Option<Vec<usize>>,
-) -> PyResult<()> {
-    if into.rows != table.rows {
-        return Err(PyValueError::new_err("folded has other rows than figures"));
-    }
-    let (queue_s, itl_s, output_tokens, crowding) = rates;
-    let rates = price::Rates { queue_s, itl_s, output_tokens, crowding };
-    for row in rows.unwrap_or_else(|| (0..table.rows).collect()) {
-        if row >= table.rows {
-            return Err(PyValueError::new_err(format!("there is no row {row}")));
-        }
-        for (number, value) in price::fold(|figure| table.at(figure, row), &rates, block_size, now).into_iter().enumerate() {
-            into.set(number, row, value);
-        }
-    }
-    Ok(())
-}
-
-fn to_fold<'a>(py: Python<'a>, array: &'a PyBuffer<f64>) -> PyResult<Table<'a>> {
-    writable(py, array)?;
-    Table::new(py, array, price::NUMBERS)
-}
-
-#[pyfunction]
-pub fn fold(
-    py: Python<'_>,
-    figures: PyBuffer<f64>,
-    rates: Rates,
-    block_size: f64,
-    now: f64,
-    rows: Option<Vec<usize>>,
-    into: PyBuffer<f64>,
-) -> PyResult<()> {
-    let (table, into) = (Table::new(py, &figures, price::FIGURES.len())?, to_fold(py, &into)?);
-    folded(&table, &into, rates, block_size, now, rows)
 }
 
 #[pyfunction]
@@ -137,58 +90,105 @@ pub fn rank(
     last_resorts: Option<PyBuffer<u8>>,
     limit: Option<f64>,
 ) -> PyResult<Order> {
+    let (may, last_resorts) = (values(py, may.as_ref())?, values(py, last_resorts.as_ref())?);
     let known = Known {
         folded: Table::new(py, &folded, price::NUMBERS)?,
         figures: Table::new(py, &figures, price::FIGURES.len())?,
         resident: cells(py, &resident)?,
         seeds: cells(py, &seeds)?,
         other_s: values(py, other_s.as_ref())?,
-        may: values(py, may.as_ref())?,
-        last_resorts: values(py, last_resorts.as_ref())?,
+        may: may.as_deref(),
+        last_resorts: last_resorts.as_deref(),
     };
     known.ranked(&Asked { prompt_tokens, tokens, word, tolerance, most, limit })
+}
+
+/// A choice as figures, and those that it was made of.
+#[pyclass(frozen)]
+pub struct Picked {
+    /// The best rows in order, and their scores.
+    #[pyo3(get)]
+    rows: Vec<usize>,
+    #[pyo3(get)]
+    scores: Vec<f64>,
+    #[pyo3(get)]
+    limit: f64,
+    #[pyo3(get)]
+    ttft_s: f64,
+    /// Prompt tokens that each row has.
+    resident: Vec<f64>,
+    /// The figures of the best rows.
+    table: Vec<f64>,
+}
+
+#[pymethods]
+impl Picked {
+    /// Prompt tokens that the first of the best rows has.
+    #[getter]
+    fn resident_tokens(&self) -> u64 {
+        self.rows.first().map_or(0, |&row| self.resident[row] as u64)
+    }
+
+    /// float64 [rows].
+    fn resident<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
+        bytes(py, &self.resident)
+    }
+
+    /// float64 [figures, best rows].
+    fn table<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
+        bytes(py, &self.table)
+    }
+}
+
+fn bytes<'py>(py: Python<'py>, values: &[f64]) -> Bound<'py, PyBytes> {
+    PyBytes::new(py, &values.iter().flat_map(|value| value.to_ne_bytes()).collect::<Vec<_>>())
 }
 
 #[pyfunction]
 #[allow(clippy::too_many_arguments)]
 pub fn pick(
-    py: Python<'_>,
+    folded: &Bound<'_, Folded>,
     index: PyRef<'_, ResidencyIndex>,
+    bookings: PyRef<'_, Bookings>,
     hashes: &Bound<'_, PyAny>,
-    most_blocks: usize,
     block_size: usize,
-    rows_by_bit: PyBuffer<i64>,
     among: Option<PyBuffer<u8>>,
-    coming: Vec<(usize, f64)>,
-    resident: PyBuffer<f64>,
-    figures: PyBuffer<f64>,
-    prices: PyBuffer<f64>,
-    rates: Rates,
+    rates: &Bound<'_, PyAny>,
     now: f64,
-    changed: Option<Vec<usize>>,
-    prompt_tokens: f64,
+    prompt_tokens: usize,
     tokens: f64,
-    seeds: PyBuffer<u64>,
     word: u64,
     tolerance: f64,
     most: usize,
-    may: Option<PyBuffer<u8>>,
-) -> PyResult<Order> {
-    let found = writable(py, &resident)?;
-    index.add_to(hashes, most_blocks, block_size, cells(py, &rows_by_bit)?, found)?;
-    if let Some(among) = values(py, among.as_ref())? {
-        for (cell, _) in found.iter().zip(among).filter(|&(_, allowed)| allowed == 0) {
-            cell.set(0.0);
-        }
+) -> PyResult<Picked> {
+    let (py, most_blocks) = (folded.py(), prompt_tokens.saturating_sub(1) / block_size.max(1));
+    let mut of = folded.borrow_mut();
+    of.fold(py, rates, block_size, now)?;
+    let resident = vec![Cell::new(0.0); of.figures(py)?.rows];
+    let rows = of.rows_by_bit(py, &index)?;
+    index.add_to(hashes, most_blocks, block_size, |bit| rows.get(bit).copied().unwrap_or(-1), &resident)?;
+    let among = values(py, among.as_ref())?;
+    let counts = |row: usize| among.as_ref().is_none_or(|among| among.get(row).is_some_and(|&it| it != 0));
+    resident.iter().enumerate().filter(|&(row, _)| !counts(row)).for_each(|(_, cell)| cell.set(0.0));
+    if bookings.expects() {
+        bookings.supplied(folded, &names(hashes)?, |row, blocks| {
+            if let Some(cell) = resident.get(row).filter(|_| counts(row)) {
+                cell.set(cell.get().max((blocks.min(most_blocks) * block_size) as f64));
+            }
+        });
     }
-    for (row, supplied) in coming {
-        let Some(cell) = found.get(row) else { return Err(PyValueError::new_err(format!("there is no row {row}"))) };
-        cell.set(cell.get().max(supplied));
-    }
-    let (figures, prices) = (Table::new(py, &figures, price::FIGURES.len())?, to_fold(py, &prices)?);
-    folded(&figures, &prices, rates, block_size as f64, now, changed)?;
-    let may = values(py, may.as_ref())?;
-    let known =
-        Known { folded: prices, figures, resident: found, seeds: cells(py, &seeds)?, other_s: None, may, last_resorts: None };
-    known.ranked(&Asked { prompt_tokens, tokens, word, tolerance, most, limit: None })
+    let known = Known {
+        folded: of.numbers(py)?,
+        figures: of.figures(py)?,
+        resident: &resident,
+        seeds: cells(py, &of.seeds)?,
+        other_s: None,
+        may: of.may.as_deref(),
+        last_resorts: None,
+    };
+    let asked = Asked { prompt_tokens: prompt_tokens as f64, tokens, word, tolerance, most, limit: None };
+    let (rows, scores, limit, ttft_s) = known.ranked(&asked)?;
+    let table = (0..price::FIGURES.len()).flat_map(|figure| rows.iter().map(move |&row| (figure, row)));
+    let table = table.map(|(figure, row)| known.figures.at(figure, row)).collect();
+    Ok(Picked { rows, scores, limit, ttft_s, resident: resident.iter().map(Cell::get).collect(), table })
 }

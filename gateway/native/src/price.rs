@@ -37,10 +37,10 @@ pub const FIGURES: [&str; 30] = [
     "allowance",
 ];
 const HEARD_AT: usize = 1;
-const RUNNING: usize = 2;
+pub const RUNNING: usize = 2;
 const WAITING: usize = 3;
 const BATCH: usize = 4;
-const ROWS_FREE: usize = 6;
+pub const ROWS_FREE: usize = 6;
 const KV_USAGE: usize = 7;
 const KV_BLOCKS: usize = 8;
 const BLOCKS_FREE: usize = 9;
@@ -49,8 +49,8 @@ const BACKLOG_TOKENS: usize = 11;
 const S_PER_TOKEN: usize = 14;
 const STEP_S: usize = 15;
 pub const BOOKED_REQUESTS: usize = 19;
-const BOOKED_TOKENS: usize = 20;
-const BOOKED_TRANSFERS: usize = 21;
+pub const BOOKED_TOKENS: usize = 20;
+pub const BOOKED_TRANSFERS: usize = 21;
 pub const CORRECTION: usize = 27;
 
 const GRACE_S: f64 = 2.0;

@@ -6,12 +6,19 @@ import pytest
 
 from penstock.gateway.picker.bookings import EXPIRY_S, Bookings, State
 from penstock.gateway.picker.candidates import Booked, ReplicaKey
+from penstock.gateway.picker.state import FleetState
+
+pytestmark = pytest.mark.usefixtures("in_python_and_compiled")
 
 A, B = ReplicaKey("a", 8000), ReplicaKey("b", 8000)
 
 
+def empty() -> Bookings:
+    return FleetState().bookings
+
+
 def test_a_booking_counts_until_a_report_includes_it() -> None:
-    bookings = Bookings()
+    bookings = empty()
     booking = bookings.book("r", A, 100, 0.0)
     assert bookings.outstanding(A) == Booked(1, 100)
     bookings.reported(A, 1, 5, 0.5)  # pending work is not in it yet
@@ -28,7 +35,7 @@ def test_a_booking_counts_until_a_report_includes_it() -> None:
 
 
 def test_without_a_report_on_the_response_the_next_poll_begun_after_it_counts() -> None:
-    bookings = Bookings()
+    bookings = empty()
     booking = bookings.book("r", A, 100, 0.0)
     bookings.responded(booking, None, 1.0)
     bookings.reported(A, 1, 9, 0.9)
@@ -38,7 +45,7 @@ def test_without_a_report_on_the_response_the_next_poll_begun_after_it_counts() 
 
 
 def test_a_new_epoch_includes_what_an_old_one_answered() -> None:
-    bookings = Bookings()
+    bookings = empty()
     bookings.responded(bookings.book("r", A, 100, 0.0), (1, 900), 1.0)
     bookings.reported(A, 2, 0, 2.0)
     assert bookings.outstanding(A) == Booked()
@@ -46,7 +53,7 @@ def test_a_new_epoch_includes_what_an_old_one_answered() -> None:
 
 @pytest.mark.req("RT-33")
 def test_a_thousand_streams_a_third_of_whose_ends_are_lost_leave_nothing() -> None:
-    bookings, rng, seq = Bookings(), random.Random(7), {A: 0, B: 0}
+    bookings, rng, seq = empty(), random.Random(7), {A: 0, B: 0}
     for n in range(1000):
         key, now = rng.choice((A, B)), float(n)
         booking = bookings.book(str(n), key, rng.randrange(1, 500), now)
@@ -69,7 +76,7 @@ def test_a_thousand_streams_a_third_of_whose_ends_are_lost_leave_nothing() -> No
 
 
 def test_the_end_may_come_before_the_response_headers_and_twice() -> None:
-    bookings = Bookings()
+    bookings = empty()
     booking = bookings.book("r", A, 100, 0.0)
     bookings.finished(A, "r")
     bookings.responded(booking, (1, 1), 1.0)
@@ -80,7 +87,7 @@ def test_the_end_may_come_before_the_response_headers_and_twice() -> None:
 
 
 def test_a_booking_follows_its_request_to_the_replica_that_served_it() -> None:
-    bookings = Bookings()
+    bookings = empty()
     booking = bookings.book("r", A, 100, 0.0)
     bookings.move(booking, B)
     assert bookings.outstanding(A) == Booked()
@@ -90,7 +97,7 @@ def test_a_booking_follows_its_request_to_the_replica_that_served_it() -> None:
 
 
 def test_of_bookings_with_one_id_the_oldest_ends_first() -> None:
-    bookings = Bookings()
+    bookings = empty()
     for tokens in (10, 200, 3000):
         bookings.book("same", A, tokens, 0.0)
     bookings.finished(A, "same")
@@ -103,7 +110,7 @@ def test_of_bookings_with_one_id_the_oldest_ends_first() -> None:
 
 
 def test_a_replica_that_goes_takes_its_bookings_along() -> None:
-    bookings = Bookings()
+    bookings = empty()
     for n in range(3):
         bookings.book(str(n), A, 10, 0.0)
     bookings.book("x", B, 10, 0.0)

@@ -10,14 +10,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.api.events import AllBlocksCleared, BlockRemoved, BlockStored
+from penstock.api.events import AllBlocksCleared, BlockRemoved, BlockStored, RequestFinished
 from penstock.api.fleet import Fleet, Model, Pool, Replica
 from penstock.api.load_report import LoadReport
+from penstock.gateway.picker.bookings import EXPIRY_S, State
 from penstock.gateway.picker.candidates import ReplicaKey
 from penstock.gateway.picker.choice import Choice
 from penstock.gateway.picker.compiled import MODULE, Compiled, index_of, installed
 from penstock.gateway.picker.figures import Figures, Rates
-from penstock.gateway.picker.folded import Folded
+from penstock.gateway.picker.folded import common, folding
 from penstock.gateway.picker.request import Prompt, RequestView
 from penstock.gateway.picker.state import FleetState
 from penstock.gateway.residency.index import ResidencyIndex
@@ -57,14 +58,15 @@ def figures_of(rng: random.Random, rows: int) -> np.ndarray:
 def test_prices_fold_to_the_same_numbers(seed: int, rows: int, block_size: int) -> None:
     rng = random.Random(seed)
     common = Rates(*(rng.uniform(1e-3, 100.0) for _ in Rates.__struct_fields__))
-    figures, by_python, compiled = figures_of(rng, rows), Folded(), Folded(COMPILED)
-    for _ in range(2):  # all of them, and then some
-        one, other = (folded.table(figures, common, block_size, 1000.0) for folded in (by_python, compiled))
+    figures, seeds, open = figures_of(rng, rows), np.zeros(rows, np.uint64), np.ones(rows, np.bool_)
+    both = [folding(compiled, figures, seeds, open, {}) for compiled in (None, COMPILED)]
+    for changed in (3, 12, 0):  # all of them, some, many and none
+        one, other = (folded.table(common, block_size, 1000.0) for folded in both)
         assert one.tolist() == other.tolist()
-        for row in rng.sample(range(rows), min(rows, 3)):
+        for row in rng.sample(range(rows), min(rows, changed)):
             figures[:, row] = figures_of(rng, 1)[:, 0]
-            by_python.changed.add(row)
-            compiled.changed.add(row)
+            for folded in both:
+                folded.mark(row)
 
 
 class World:
@@ -76,6 +78,10 @@ class World:
         self._count, self._seq = self._rng.choice((1, 2, 3, 15, 40, 130)), 0
         self._gone: set[int] = set()
         self._booked: list[Any] = []
+        self.ended: list[tuple[str, ReplicaKey, str]] = []
+        self.moved: list[tuple[str, ReplicaKey]] = []
+        state.bookings.ended.append(lambda it, by: self.ended.append((it.request_id, it.key, by)))
+        state.bookings.moved.append(lambda it: self.moved.append((it.request_id, it.key)))
         self._update()
 
     def _update(self) -> None:
@@ -113,12 +119,21 @@ class World:
         assert choice is not None
         state.slates.picked(MODEL)
         state.routed(MODEL, asked, choice.key, choice.resident_tokens, self.now, choice.ttft_s)
-        self._booked.append(state.book(asked, choice.key, choice.resident_tokens, self.now))
+        self._booked.append(state.book(asked, choice.key, choice.resident_tokens, self.now, answers=rng.choice((1, 1, 3))))
         return choice
+
+    def bookings(self) -> tuple[object, ...]:
+        """All that is known of the bookings; those of several replicas end in any order."""
+        bookings, keys = self.state.bookings, [ReplicaKey(f"u{n}", 8000) for n in range(self._count)]
+        counts = [[bookings.count(key, state) for state in State] for key in keys]
+        told = [(it.key, it.state, it.left, it.awaited, it.responded_at, it.unanswered) for it in self._booked]
+        totals, outstanding = [bookings.total(state) for state in State], [bookings.outstanding(key) for key in keys]
+        return counts, totals, outstanding, told, dict(bookings.released), sorted(self.ended), self.moved, len(self.state._coming)
 
     def _happen(self) -> None:
         rng, state, key = self._rng, self.state, self._key()
-        match rng.choice(("report", "report", "event", "event", "end", "trouble", "left", "lost")):
+        kinds = ("report", "report", "event", "event", "end", "end", "moved", "finished", "trouble", "left", "lost", "rare")
+        match rng.choice(kinds):
             case "report":
                 self._seq += 1
                 report = LoadReport(
@@ -140,6 +155,19 @@ class World:
                     state.bookings.responded(booking, (1, self._seq), self.now)
                 else:
                     state.bookings.release(booking, "answered")
+            case "moved" if self._booked:
+                state.bookings.move(rng.choice(self._booked), key)
+            case "finished" if self._booked:
+                booking = rng.choice(self._booked)
+                state.event(booking.key, RequestFinished(booking.request_id, "stop", 40, 16, rng.randrange(9)), self.now)
+            case "rare" if rng.random() < 0.3:
+                match rng.choice(("restarted", "expired", "included")):
+                    case "restarted":
+                        state.restarted(key)
+                    case "expired":
+                        state.bookings.expire(self.now + EXPIRY_S - rng.choice((0.0, 3.0)))
+                    case _ if self._booked:
+                        state.bookings.included(rng.choice(self._booked))
             case "trouble" if rng.random() < 0.2:
                 state.unreachable(key, self.now)
             case "left" if rng.random() < 0.2:
@@ -162,6 +190,7 @@ def test_the_same_history_has_the_same_picks(seed: int) -> None:
     for _ in range(25):
         one, other = (seen(world.step()) for world in worlds)
         assert one == other
+        assert worlds[0].bookings() == worlds[1].bookings()
     first, second = (world.state.residency for world in worlds)
     assert isinstance(first, ResidencyIndex) and not isinstance(second, ResidencyIndex)
     assert (first.entries, first.dropped, len(first)) == (second.entries, second.dropped, len(second))
@@ -236,13 +265,14 @@ def test_what_is_no_block_or_no_array_is_refused() -> None:
         index.store(key, cast("list[bytes]", [b"a" * 32, "text"]))
     assert not index.blocks(key), "nothing of it was taken"
     table, folded = np.zeros((30, 3)), np.zeros((12, 3))
+    seeds = np.zeros(3, np.uint64)
     with pytest.raises(ValueError, match=r"a table of 30 columns has the shape \[29, 3\]"):
-        COMPILED.fold(table[1:], (0.0, 0.0, 0.0, 0.0), 16, 0.0, None, folded)
-    with pytest.raises(ValueError, match="there is no row 3"):
-        COMPILED.fold(table, (0.0, 0.0, 0.0, 0.0), 16, 0.0, [3], folded)
+        COMPILED.Folded(table[1:], seeds, folded, [1] * 3, {}, 8, common)
+    with pytest.raises(ValueError, match="an array has not 3 rows"):
+        COMPILED.Folded(table, seeds, folded, [1] * 2, {}, 8, common)
     folded.flags.writeable = False
     with pytest.raises(ValueError, match="read-only"):
-        COMPILED.fold(table, (0.0, 0.0, 0.0, 0.0), 16, 0.0, None, folded)
+        COMPILED.Folded(table, seeds, folded, [1] * 3, {}, 8, common)
     with pytest.raises(ValueError, match="not 3 rows"):
         none = None
         COMPILED.rank(folded, table, np.zeros(2), 1, 1, np.zeros(3, np.uint64), 1, 0.02, 10, none, none, none, none)

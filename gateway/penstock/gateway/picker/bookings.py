@@ -10,6 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable
 
 from penstock.gateway.picker.candidates import Booked, ReplicaKey
+from penstock.gateway.picker.compiled import Compiled
 
 EXPIRY_S = 3600.0
 """Longer than any answer. A booking that expires is an end that was never reported."""
@@ -25,6 +26,15 @@ class State(enum.StrEnum):
 
 
 _NONE = dict.fromkeys(State, 0)
+
+
+def bookings_of(
+    compiled: Compiled | None, changed: Callable[[ReplicaKey, Booked], None], left: Callable[[ReplicaKey], None]
+) -> "Bookings":
+    """Empty bookings. Compiled ones ask nobody what changes: `Places.lay_out` tells them where the figures are."""
+    if compiled is None:
+        return Bookings(changed, left)
+    return compiled.Bookings(tuple(State), Booked, Counter(), EXPIRY_S)
 
 
 class Booking:

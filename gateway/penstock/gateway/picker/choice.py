@@ -45,8 +45,8 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
     """All that it was made of; its figures have gone on since."""
     rows: list[int]
     """The best candidates in order of preference."""
-    table: Floats
-    """Their figures at the moment of the pick."""
+    figures: Floats | None = None
+    """Their figures at the moment of the pick; None: `made_of` has them."""
     scores: list[float]
     """Theirs."""
     limit: float
@@ -70,6 +70,14 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
         """All that it was made of, as a slate."""
         made_of = self.made_of
         return made_of if isinstance(made_of, Slate) else made_of.slate()
+
+    @property
+    def table(self) -> Floats:
+        """The figures of the best candidates at the moment of the pick, float64 [figures, candidates]."""
+        if self.figures is not None:
+            return self.figures
+        assert isinstance(self.made_of, Sketch)
+        return self.made_of.best()
 
     @property
     def slate(self) -> Slate:
@@ -178,7 +186,7 @@ def choose(
         endpoints=_endpoints(slate, ranking, limit, rows, same_layout=hop is not None),
         made_of=slate,
         rows=rows,
-        table=slate.table.take(rows, axis=1),
+        figures=slate.table.take(rows, axis=1),
         scores=scores,
         limit=limit,
         subset=subset,

@@ -30,7 +30,7 @@ from penstock.gateway.picker.figures import (
     Rates,
     Rows,
 )
-from penstock.gateway.picker.folded import Folded, common
+from penstock.gateway.picker.folded import Folding, folding
 from penstock.gateway.picker.outliers import UNTROUBLED, Standing
 from penstock.gateway.picker.price import GRACE_S, itl_s, queue_s
 from penstock.gateway.picker.subset import Subset, canonical
@@ -105,9 +105,8 @@ class Columns:
         self._arrived = 0.0
         """Requests that were sent to the replicas, fading."""
         self._rates = Rates()
-        self.common = common(self._rates)
-        """Those of the rates that the compiled parts look at."""
-        self._folded = Folded(compiled)
+        self.prices = self._prices()
+        """What the figures cost; another one where rows have come or gone."""
         self._rated_at = -np.inf
         self._faded_at = np.inf  # nothing has faded before the first look
         self._able: dict[str, Bools] = {}
@@ -165,7 +164,11 @@ class Columns:
                 self._rows_at.setdefault((host, replica.port), []).append(row)
                 self._rows_on.setdefault(host, []).append(row)
         self._rated_at = -np.inf
+        self.prices = self._prices()
         self.seats = self._seats()
+
+    def _prices(self) -> Folding:
+        return folding(self.compiled, self.table, self.seeds, self.open, self.rows)
 
     def _seats(self) -> Seats:
         return Seats(
@@ -199,7 +202,7 @@ class Columns:
             self._hold(row, report.lora_running)
         f.s_per_token[row] = 1 / max(report.prefill_tokens_per_s or self._rates.prefill_tokens_per_s, 1.0)
         f.step_s[row] = report.decode_step_s or self._rates.step_s
-        self._folded.changed.add(row)
+        self.prices.mark(row)
 
     def finished(self, output_tokens: int) -> None:
         """An answer of this length has ended at one of the replicas."""
@@ -214,7 +217,7 @@ class Columns:
         """Reset what was learned about the replica in `row`: it is a new process."""
         f = self.figures
         f.promised_s[row], f.taken_s[row], f.correction[row] = 0.0, 0.0, 1.0
-        self._folded.changed.add(row)
+        self.prices.mark(row)
 
     def _hold(self, row: int, adapters: Collection[str]) -> None:
         """The adapters that hold slots in `row`."""
@@ -258,7 +261,7 @@ class Columns:
         self.figures.booked_requests[row] = booked.requests
         self.figures.booked_tokens[row] = booked.prefill_tokens
         self.figures.booked_transfers[row] = booked.transfer_tokens
-        self._folded.changed.add(row)
+        self.prices.mark(row)
 
     def sent(self) -> None:
         """A request was sent to one of the replicas."""
@@ -272,7 +275,7 @@ class Columns:
         if f.running[row] > 0:
             f.running[row] -= 1
             f.rows_free[row] += 1
-            self._folded.changed.add(row)
+            self.prices.mark(row)
 
     def stand(self, row: int, standing: Standing) -> None:
         """How far the replica in `row` is trusted with requests."""
@@ -295,16 +298,11 @@ class Columns:
         """Return the common rates: medians over replicas that have measured theirs, computed again every `RATES_S`."""
         if now - self._rated_at >= RATES_S:
             self._rated_at, self._rates = now, self._measure(now)
-            self.common = common(self._rates)
         return self._rates
 
     def folded(self, now: float, block_size: int) -> Floats:
-        """What a pick for prompts in blocks of `block_size` costs; see `Folded`."""
-        return self._folded.table(self.table, self.rates(now), block_size, now)
-
-    def to_fold(self, rates: Rates, block_size: int) -> tuple[Floats, list[int] | None]:
-        """The table of folded prices, and the rows that whoever asks must fold before anybody reads it; None: all of them."""
-        return self._folded.due(self.table, rates, block_size)
+        """What a pick for prompts in blocks of `block_size` costs; see `Folding.table`."""
+        return self.prices.table(self.rates(now), block_size, now)
 
     def _measure(self, now: float) -> Rates:
         f = self.figures

@@ -13,10 +13,16 @@ from typing import Final
 
 from penstock.gateway.picker.bookings import Booking, Bookings
 from penstock.gateway.picker.candidates import ReplicaKey
+from penstock.gateway.picker.compiled import Compiled
 from penstock.gateway.picker.request import Prompt
 
 KEPT: Final = 16_384
 """Prompts under way that are known at most; the oldest go first."""
+
+
+def coming_of(compiled: Compiled | None, bookings: Bookings) -> "Coming":
+    """What these bookings, which are of the same kind, compute."""
+    return Coming(bookings) if compiled is None else compiled.Coming(bookings, KEPT)
 
 
 class _Prompt:

@@ -13,11 +13,12 @@ from typing import Any, Protocol, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.gateway.picker.figures import Figures, Floats, Rows
+from penstock.gateway.picker.candidates import ReplicaKey
+from penstock.gateway.picker.figures import Figures, Floats, Rates
 from penstock.gateway.residency.index import MAX_BLOCKS, MAX_BLOCKS_PER_REPLICA, Knowledge, ResidencyIndex
 
 PACKAGE, MODULE = "penstock-gateway-native", "penstock_gateway_native"
-INTERFACE = 11
+INTERFACE = 12
 """Number of what follows; rises with each change of it. A package with another number is not used."""
 
 log = logging.getLogger(__name__)
@@ -83,6 +84,29 @@ class Wire(Protocol):
         ...
 
 
+class Picked(Protocol):
+    """A choice as figures, and those that it was made of."""
+
+    rows: list[int]
+    """The best in order."""
+    scores: list[float]
+    """Theirs."""
+    limit: float
+    """The score up to which rows are equal."""
+    ttft_s: float
+    """Seconds until the first token that the first of them promises."""
+    resident_tokens: int
+    """Prompt tokens that the first of them has."""
+
+    def resident(self) -> bytes:
+        """Prompt tokens that each row has, float64 [rows]."""
+        ...
+
+    def table(self) -> bytes:
+        """The figures of the best rows, float64 [figures, best rows]."""
+        ...
+
+
 CommonRates = tuple[float, float, float, float]
 """Of `Rates` the queue, the inter-token time and the output tokens; and `penstock.gateway.picker.price.crowding`."""
 
@@ -101,16 +125,27 @@ class Compiled(Protocol):
 
     VERSION: str
 
-    def fold(
+    def Folded(
         self,
         figures: Floats,
-        rates: CommonRates,
-        block_size: int,
-        now: float,
-        rows: Sequence[int] | None,
+        seeds: NDArray[np.uint64],
         folded: Floats,
-    ) -> None:
-        """Writes `rows`, or all, of `folded`: see `penstock.gateway.picker.folded.Folded.table`."""
+        may: Sequence[int],
+        rows: dict[ReplicaKey, int],
+        few: int,
+        common: Callable[[Rates], CommonRates],
+    ) -> Any:
+        """A `penstock.gateway.picker.folded.Folding`, which `pick` and `Bookings` know besides.
+
+        Args:
+            figures: float64 [figures, rows]; is read and written where it lies.
+            seeds: What the lots of each row are drawn from.
+            folded: The numbers, float64 [12, rows].
+            may: Whether each row may be picked.
+            rows: The row of each replica.
+            few: Changed rows up to which they alone are folded.
+            common: What prices look at of rates.
+        """
         ...
 
     def rank(
@@ -135,42 +170,47 @@ class Compiled(Protocol):
 
     def pick(
         self,
+        prices: Any,
         index: ResidencyIndex,
+        bookings: Any,
         hashes: Sequence[bytes],
-        most_blocks: int,
         block_size: int,
-        rows_by_bit: Rows,
         among: NDArray[np.uint8] | None,
-        coming: Sequence[tuple[int, float]],
-        resident: Floats,
-        figures: Floats,
-        folded: Floats,
-        rates: CommonRates,
+        rates: Rates,
         now: float,
-        changed: Sequence[int] | None,
         prompt_tokens: int,
         tokens: int,
-        seeds: NDArray[np.uint64],
         word: int,
         tolerance: float,
         most: int,
-        may: NDArray[np.uint8] | None,
-    ) -> tuple[list[int], list[float], float, float]:
-        """What `rank` returns for a request with one prompt, after `index` was asked what the caches have of it, and the rows
-        `changed` were folded.
+    ) -> Picked:
+        """The choice for a request with one prompt, after `index` and `bookings` were asked what the caches have of it or will
+        have, and prices were folded.
 
         Args:
+            prices: Made by `Folded`.
             index: A compiled one.
+            bookings: Made by `Bookings`.
             hashes: Those of the prompt.
-            most_blocks: Blocks that count at most.
             block_size: Tokens in a block.
-            rows_by_bit: As in `ResidencyIndex.add_tokens`.
             among: The rows whose caches count; None: all.
-            coming: Rows, and the prompt tokens that each will have.
-            resident: Zeros; gets the prompt tokens that each row has.
-            figures: As in `fold`, as `folded`, `rates` and `now`.
-            changed: The rows to fold first; None: all.
+            rates: As in `penstock.gateway.picker.folded.Folding.table`, as `now`.
         """
+        ...
+
+    def Bookings(self, states: tuple[str, ...], booked: type[Any], released: dict[str, int], expiry_s: float) -> Any:
+        """Compiled `penstock.gateway.picker.bookings.Bookings`, which change the figures of the replicas that `placed` was told.
+
+        Args:
+            states: Those of a booking, in order.
+            booked: Makes what is outstanding of its three numbers.
+            released: Counts ends by cause.
+            expiry_s: Seconds after which a booking ends by itself.
+        """
+        ...
+
+    def Coming(self, bookings: Any, most: int) -> Any:
+        """A compiled `penstock.gateway.picker.coming.Coming` that knows so many prompts."""
         ...
 
     def chain(self, parent: bytes, tokens: "array[int]", block_size: int, every: bytes, first: bytes) -> list[bytes]:

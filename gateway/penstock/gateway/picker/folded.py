@@ -10,12 +10,14 @@ A report or a booking changes the numbers of one replica, which are folded anew 
 when the common rates change. The causes themselves are stated in `penstock.gateway.picker.price`.
 """
 
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
+from penstock.gateway.picker.candidates import ReplicaKey
 from penstock.gateway.picker.compiled import CommonRates, Compiled
-from penstock.gateway.picker.figures import Figures, Floats, Rates
+from penstock.gateway.picker.figures import Bools, Figures, Floats, Rates
 from penstock.gateway.picker.price import EVICTION, Most, crowding, price
 
 _LINES, _ITL, _EVICTION, _CROWDING = 3, 9, 10, 11
@@ -23,60 +25,69 @@ _FEW = 8
 """Changed rows up to which one after another is quicker than all at once."""
 
 
-class Folded:
-    """The numbers of all replicas of a model. Time is an argument (monotonic seconds).
+class Folding(Protocol):
+    """The numbers of all replicas of a model. Time is an argument (monotonic seconds)."""
 
-    Args:
-        compiled: What folds; None: Python.
-    """
+    def mark(self, row: int) -> None:
+        """The figures in `row` have changed."""
+        ...
 
-    def __init__(self, compiled: Compiled | None = None) -> None:
-        self._compiled = compiled
-        self.changed: set[int] = set()
-        """Rows with changed figures."""
-        self._table: Floats = np.zeros((_CROWDING + 1, 0))
-        self._of: tuple[Rates, int] | None = None
-
-    def table(self, figures: Floats, rates: Rates, block_size: int, now: float) -> Floats:
+    def table(self, rates: Rates, block_size: int, now: float) -> Floats:
         """float64 [12, rows]: the slopes of three straight lines over the fresh tokens (capacity, preemption, the rest), where
         they begin, below what they do not fall; the inter-token time; what a fresh token costs others, and what it does for
         each second until the first token. All but the last and the inter-token time is by what the replica's promises have been
         worth.
 
         Args:
-            figures: float64 [figures, rows], see `Figures`.
-            rates: What the replicas show together; another object where rows have come or gone.
+            rates: What the replicas show together; another object where it has changed.
             block_size: Tokens in a block of the request's prompts.
             now: The age of reports counts from the last change of a row, or of the rates.
         """
-        table, rows = self.due(figures, rates, block_size)
-        if rows is None or rows:
-            self._fold(figures, rates, block_size, now, rows)
-        return table
+        ...
 
-    def due(self, figures: Floats, rates: Rates, block_size: int) -> tuple[Floats, list[int] | None]:
-        """The table, and the rows that whoever asks must fold before anybody reads it; None: all of them."""
-        if self._of is None or self._of[0] is not rates or self._of[1] != block_size or len(self.changed) > _FEW:
+
+class Folded:
+    """See `Folding`.
+
+    Args:
+        figures: Those of the replicas, where they change. float64 [figures, rows].
+    """
+
+    def __init__(self, figures: Floats) -> None:
+        self._figures = figures
+        self._changed: set[int] = set()
+        self._table = _blank(figures)
+        self._of: tuple[Rates, int] | None = None
+
+    def mark(self, row: int) -> None:
+        """See `Folding`."""
+        self._changed.add(row)
+
+    def table(self, rates: Rates, block_size: int, now: float) -> Floats:
+        """See `Folding`."""
+        same = self._of is not None and self._of[0] is rates and self._of[1] == block_size
+        if not same or len(self._changed) > _FEW:
             self._of = rates, block_size
-            self._table = np.empty((_CROWDING + 1, figures.shape[1]))
-            self.changed.clear()
-            return self._table, None
-        if not self.changed:
-            return self._table, []
-        rows = list(self.changed)
-        self.changed.clear()
-        return self._table, rows
-
-    def _fold(self, figures: Floats, rates: Rates, block_size: int, now: float, rows: list[int] | None) -> None:
-        """Folds `rows` of the table anew; None: all."""
-        if self._compiled is not None:
-            self._compiled.fold(figures, common(rates), block_size, now, rows, self._table)
-        elif rows is None:
-            for number, values in enumerate(_fold(Figures(*figures), rates, block_size, now, np.maximum)):
+            for number, values in enumerate(_fold(Figures(*self._figures), rates, block_size, now, np.maximum)):
                 self._table[number] = values
         else:
-            for row in rows:
-                self._table[:, row] = _fold(Figures(*figures[:, row].tolist()), rates, block_size, now, max)
+            for row in self._changed:
+                self._table[:, row] = _fold(Figures(*self._figures[:, row].tolist()), rates, block_size, now, max)
+        self._changed.clear()
+        return self._table
+
+
+def folding(
+    compiled: Compiled | None, figures: Floats, seeds: NDArray[np.uint64], may: Bools, rows: dict[ReplicaKey, int]
+) -> Folding:
+    """What folds these figures; see `Compiled.Folded` for the arguments."""
+    if compiled is None:
+        return Folded(figures)
+    return compiled.Folded(figures, seeds, _blank(figures), may.tolist(), rows, _FEW, common)
+
+
+def _blank(figures: Floats) -> Floats:
+    return np.empty((_CROWDING + 1, figures.shape[1]))
 
 
 def common(rates: Rates) -> CommonRates:

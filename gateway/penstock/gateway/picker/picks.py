@@ -9,10 +9,10 @@ from collections.abc import Collection
 import numpy as np
 
 from penstock.api.fleet import Model
+from penstock.gateway.picker.bookings import Bookings
 from penstock.gateway.picker.candidates import ReplicaKey
 from penstock.gateway.picker.choice import JOINT_POLICY, MAX_ENDPOINTS, RANKED, Choice, choose
 from penstock.gateway.picker.columns import Columns
-from penstock.gateway.picker.coming import Coming
 from penstock.gateway.picker.compiled import Compiled
 from penstock.gateway.picker.cost import horizon
 from penstock.gateway.picker.places import Places
@@ -33,13 +33,13 @@ class Picks:
         places: The figures of the replicas.
         slates: What picks are made of.
         tiers: What replicas could load.
-        coming: What they will hold.
+        bookings: What they will hold.
         compiled: What goes the short way; None: nothing does.
     """
 
-    def __init__(self, places: Places, slates: Slates, tiers: Tiers, coming: Coming, compiled: Compiled | None) -> None:
+    def __init__(self, places: Places, slates: Slates, tiers: Tiers, bookings: Bookings, compiled: Compiled | None) -> None:
         self._places, self._slates, self._tiers = places, slates, tiers
-        self._coming, self._compiled = coming, compiled
+        self._bookings, self._compiled = bookings, compiled
 
     def of(
         self,
@@ -98,44 +98,34 @@ class Picks:
         (prompt,), block_size = request.prompts, request.block_size
         cached, rates = self._slates.cached(columns), columns.rates(now)
         among = None if comparable is None else cached.mask(comparable)
-        coming = self._coming.found(prompt, block_size, columns.rows, comparable) if self._coming else ()
-        folded, changed = columns.to_fold(rates, block_size)
-        resident = np.zeros(len(columns.replicas))
-        rows, scores, limit, ttft_s = compiled.pick(
+        picked = compiled.pick(
+            columns.prices,
             cached.residency,
+            self._bookings,
             prompt.block_hashes,
-            max(prompt.tokens - 1, 0) // block_size,
             block_size,
-            cached.rows_by_bit(),
             None if among is None else among.view(np.uint8),
-            coming,
-            resident,
-            columns.table,
-            folded,
-            columns.common,
+            rates,
             now,
-            changed,
             prompt.tokens,
             horizon(request.max_tokens),
-            columns.seeds,
             word_of(request.id),
             _TOLERANCE,
             RANKED,
-            None if columns.open_count == len(resident) else columns.open.view(np.uint8),
         )
+        rows = picked.rows
         replica = columns.replicas[rows[0]]
         assert replica is not None
         return Choice(
             policy=JOINT_POLICY,
             replica=replica,
-            resident_tokens=int(resident[rows[0]]),
+            resident_tokens=picked.resident_tokens,
             endpoints=[columns.endpoints[row] for row in rows[:MAX_ENDPOINTS]],
-            made_of=Sketch(request, columns, columns.seats, resident, now, self._slates.turn(model), model.weights, rates),
+            made_of=Sketch(request, columns, columns.seats, picked, now, self._slates.turn(model), model.weights, rates),
             rows=rows,
-            table=columns.table.take(rows, axis=1),
-            scores=scores,
-            limit=limit,
+            scores=picked.scores,
+            limit=picked.limit,
             subset=None,
             excluded=(),
-            ttft_s=ttft_s,
+            ttft_s=picked.ttft_s,
         )

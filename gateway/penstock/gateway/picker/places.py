@@ -1,9 +1,10 @@
 """Where the figures of each replica are: in the columns of its model, those that answer apart from those that only prefill."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from penstock.api.fleet import Replica
+from penstock.gateway.picker.bookings import Bookings
 from penstock.gateway.picker.candidates import Booked, ReplicaKey
 from penstock.gateway.picker.columns import Columns
 from penstock.gateway.picker.compiled import Compiled
@@ -43,6 +44,12 @@ class Places:
             columns.update(members[model])
             self._places |= {key: Place(columns, row) for key, row in columns.rows.items()}
         return placed
+
+    def lay_out(self, bookings: Bookings) -> None:
+        """Tells compiled bookings where the figures of each replica are."""
+        if self._compiled is not None:
+            tell: Any = bookings  # of the compiled kind
+            tell.placed([(key, place.columns.prices, place.row) for key, place in self._places.items()])
 
     def all(self) -> Iterator[Columns]:
         """Those of all models."""

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from penstock.api.fleet import Replica, Weights
 from penstock.gateway.picker.columns import Columns, Seats
+from penstock.gateway.picker.compiled import Picked
 from penstock.gateway.picker.figures import Bools, Figures, Floats, Rates, Rows, at
 from penstock.gateway.picker.request import RequestView
 
@@ -138,7 +139,7 @@ class Sketch(NamedTuple):
     request: RequestView
     columns: Columns
     seats: Seats
-    resident: Floats
+    picked: Picked
     now: float
     turn: int
     weights: Weights
@@ -149,9 +150,14 @@ class Sketch(NamedTuple):
         """The replica in each row; None: the row is blank."""
         return self.seats.replicas
 
+    def best(self) -> Floats:
+        """The figures of the best rows, as they were; float64 [figures, best rows]."""
+        return np.frombuffer(self.picked.table()).reshape(len(Figures._fields), -1)
+
     def slate(self) -> Slate:
         """The slate, as it was."""
-        request, columns, seats, resident, now, turn, weights, rates = self
+        request, columns, seats, picked, now, turn, weights, rates = self
+        resident = np.frombuffer(picked.resident())
         return _slate(request, columns, seats, seats.open, resident, now, turn, weights, rates, found=resident)
 
 

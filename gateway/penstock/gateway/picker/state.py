@@ -10,9 +10,9 @@ from penstock.gateway.load.adapters import LoadedAdapters
 from penstock.gateway.load.reports import ReportStore
 from penstock.gateway.load.traits import Traits
 from penstock.gateway.models.outcomes import Outcomes
-from penstock.gateway.picker.bookings import Booking, Bookings
+from penstock.gateway.picker.bookings import Booking, bookings_of
 from penstock.gateway.picker.candidates import ReplicaKey
-from penstock.gateway.picker.coming import Coming
+from penstock.gateway.picker.coming import coming_of
 from penstock.gateway.picker.compiled import Compiled, index_of
 from penstock.gateway.picker.directory import Directory
 from penstock.gateway.picker.outliers import Outliers
@@ -46,10 +46,10 @@ class FleetState:
         self.outliers = Outliers()
         self._traits: dict[ReplicaKey, Traits] = {}
         self._places = Places(compiled)
-        self.bookings = Bookings(self._places.booked, self._places.left)
-        self._coming = Coming(self.bookings)
+        self.bookings = bookings_of(compiled, self._places.booked, self._places.left)
+        self._coming = coming_of(compiled, self.bookings)
         self.slates = Slates(self._places, self.residency, self.tiers, self._coming, self.reports, compiled)
-        self.picks = Picks(self._places, self.slates, self.tiers, self._coming, compiled)
+        self.picks = Picks(self._places, self.slates, self.tiers, self.bookings, compiled)
         self.held: dict[str, int] = {}
         """Requests held by model id."""
         self.outcomes = Outcomes()
@@ -72,7 +72,9 @@ class FleetState:
         self.version += change.replicas_differ
         pools = {pool.id for pool in fleet.pools}
         self.ttft_counts = {pool: counts for pool, counts in self.ttft_counts.items() if pool in pools}
-        for key in self._places.update(self.directory.answering, self.directory.prefilling):
+        introduced = self._places.update(self.directory.answering, self.directory.prefilling)
+        self._places.lay_out(self.bookings)
+        for key in introduced:
             self._introduce(key)
         for key in change.fallen:  # what the process that takes its place has, that one has to say
             self._loaded.forget(key)

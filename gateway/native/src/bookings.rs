@@ -1,0 +1,509 @@
+//! Bookings: `penstock.gateway.picker.bookings` in compiled form, with the prompts that they compute. What they change of a
+//! replica's figures is written where those lie.
+
+use hashlink::LinkedHashMap;
+use pyo3::exceptions::PyValueError;
+use pyo3::intern;
+use pyo3::prelude::*;
+use pyo3::types::{PyDict, PyList};
+
+use crate::coming::Prompts;
+use crate::folded::Folded;
+use crate::index::names;
+use crate::residency::Hash;
+
+/// States, by their numbers.
+const PENDING: usize = 0;
+const UNREPORTED: usize = 1;
+const RUNNING: usize = 2;
+const RELEASED: usize = 3;
+const STATES: usize = 4;
+
+/// One request at one replica; see Python's class of the same name.
+#[pyclass]
+pub struct Booking {
+    number: u64,
+    slot: usize,
+    state: usize,
+    states: Py<PyAny>,
+    #[pyo3(get)]
+    request_id: String,
+    #[pyo3(get)]
+    key: Py<PyAny>,
+    #[pyo3(get)]
+    prefill_tokens: i64,
+    #[pyo3(get)]
+    transfer_tokens: i64,
+    #[pyo3(get)]
+    left: i64,
+    #[pyo3(get)]
+    made_at: f64,
+    #[pyo3(get)]
+    awaited: Option<(i64, i64)>,
+    #[pyo3(get)]
+    responded_at: Option<f64>,
+}
+
+#[pymethods]
+impl Booking {
+    #[getter]
+    fn state<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
+        self.states.bind(py).get_item(self.state)
+    }
+
+    #[getter]
+    fn unanswered(&self) -> bool {
+        self.responded_at.is_none() && self.state != RELEASED
+    }
+}
+
+impl Booking {
+    fn included(&self, report: (i64, i64), asked_at: f64) -> bool {
+        match self.awaited {
+            Some(awaited) => report >= awaited,
+            None => self.responded_at.is_some_and(|at| asked_at > at),
+        }
+    }
+}
+
+/// The bookings of one replica.
+struct Account {
+    key: Py<PyAny>,
+    /// Where its figures are; None: it is of no model.
+    place: Option<(Py<Folded>, usize)>,
+    bookings: LinkedHashMap<String, Vec<Py<Booking>>>,
+    counts: [i64; STATES],
+    unreported: LinkedHashMap<u64, Py<Booking>>,
+    /// Answers, tokens to prefill and tokens to transfer of those that are pending or not reported.
+    outstanding: [i64; 3],
+}
+
+impl Account {
+    fn new(key: &Bound<'_, PyAny>) -> Self {
+        let (bookings, unreported) = (LinkedHashMap::new(), LinkedHashMap::new());
+        Account { key: key.clone().unbind(), place: None, bookings, counts: [0; STATES], unreported, outstanding: [0; 3] }
+    }
+
+    /// One more booking in its state, or one less.
+    fn count(&mut self, py: Python<'_>, booking: &Py<Booking>, it: &Booking, sign: i64) -> PyResult<()> {
+        self.mark(py, booking, it, sign);
+        if it.state == RUNNING {
+            return Ok(());
+        }
+        for (sum, of) in self.outstanding.iter_mut().zip([it.left, it.prefill_tokens, it.transfer_tokens]) {
+            *sum += sign * of;
+        }
+        let [requests, prefill_tokens, transfer_tokens] = self.outstanding;
+        match &self.place {
+            Some((folded, row)) => folded.borrow_mut(py).booked(py, *row, requests, prefill_tokens, transfer_tokens),
+            None => Ok(()),
+        }
+    }
+
+    fn mark(&mut self, py: Python<'_>, booking: &Py<Booking>, it: &Booking, sign: i64) {
+        self.counts[it.state] += sign;
+        if it.state == UNREPORTED {
+            if sign > 0 {
+                self.unreported.insert(it.number, booking.clone_ref(py));
+            } else {
+                self.unreported.remove(&it.number);
+            }
+        }
+    }
+
+    fn open(&mut self, py: Python<'_>, booking: &Py<Booking>, it: &Booking) -> PyResult<()> {
+        match self.bookings.get_mut(&it.request_id) {
+            Some(same) => same.push(booking.clone_ref(py)),
+            None => drop(self.bookings.insert(it.request_id.clone(), vec![booking.clone_ref(py)])),
+        }
+        self.count(py, booking, it, 1)
+    }
+
+    fn close(&mut self, py: Python<'_>, booking: &Py<Booking>, it: &Booking) -> PyResult<()> {
+        self.count(py, booking, it, -1)?;
+        if let Some(same) = self.bookings.get_mut(&it.request_id) {
+            same.retain(|other| !other.is(booking));
+            if same.is_empty() {
+                self.bookings.remove(&it.request_id);
+            }
+        }
+        Ok(())
+    }
+
+    /// From one state to another that is not the end.
+    fn set(&mut self, py: Python<'_>, booking: &Py<Booking>, state: usize) -> PyResult<()> {
+        let mut it = booking.borrow_mut(py);
+        if state == RUNNING {
+            self.count(py, booking, &it, -1)?;
+            it.state = state;
+            self.count(py, booking, &it, 1)
+        } else {
+            self.mark(py, booking, &it, -1);
+            it.state = state;
+            self.mark(py, booking, &it, 1);
+            Ok(())
+        }
+    }
+
+    fn left(&self, py: Python<'_>) -> PyResult<()> {
+        self.place.as_ref().map_or(Ok(()), |(folded, row)| folded.borrow_mut(py).left(py, *row))
+    }
+
+    fn all(&self, py: Python<'_>) -> Vec<Py<Booking>> {
+        self.bookings.values().flatten().map(|booking| booking.clone_ref(py)).collect()
+    }
+}
+
+/// All bookings of a gateway process. Whoever is told of an end or a move is told when nothing here is borrowed.
+#[pyclass]
+pub struct Bookings {
+    /// Numbers of accounts by replica.
+    slots: Py<PyDict>,
+    accounts: Vec<Option<Account>>,
+    free: Vec<usize>,
+    coming: Prompts,
+    /// Seconds after which a booking ends by itself.
+    expiry_s: f64,
+    made: u64,
+    /// Python's names of the states.
+    states: Py<PyAny>,
+    /// Makes what is outstanding at a replica.
+    outstanding: Py<PyAny>,
+    #[pyo3(get)]
+    released: Py<PyDict>,
+    #[pyo3(get)]
+    ended: Py<PyList>,
+    #[pyo3(get)]
+    moved: Py<PyList>,
+}
+
+impl Bookings {
+    fn slot(&self, key: &Bound<'_, PyAny>) -> PyResult<Option<usize>> {
+        self.slots.bind(key.py()).get_item(key)?.map(|slot| slot.extract()).transpose()
+    }
+
+    fn account(&mut self, slot: usize) -> PyResult<&mut Account> {
+        let account = self.accounts.get_mut(slot).and_then(Option::as_mut);
+        account.ok_or_else(|| PyValueError::new_err("a booking of other bookings"))
+    }
+
+    fn known(&self, key: &Bound<'_, PyAny>) -> PyResult<Option<&Account>> {
+        Ok(self.slot(key)?.and_then(|slot| self.accounts[slot].as_ref()))
+    }
+
+    fn slot_or_new(&mut self, key: &Bound<'_, PyAny>) -> PyResult<usize> {
+        if let Some(slot) = self.slot(key)? {
+            return Ok(slot);
+        }
+        let slot = self.free.pop().unwrap_or_else(|| {
+            self.accounts.push(None);
+            self.accounts.len() - 1
+        });
+        self.accounts[slot] = Some(Account::new(key));
+        self.slots.bind(key.py()).set_item(key, slot)?;
+        Ok(slot)
+    }
+
+    /// Forgets the account of a replica that is of no model and has no bookings.
+    fn tidy(&mut self, py: Python<'_>, slot: usize) -> PyResult<()> {
+        if self.accounts[slot].as_ref().is_some_and(|it| it.place.is_none() && it.bookings.is_empty()) {
+            if let Some(account) = self.accounts[slot].take() {
+                self.slots.bind(py).del_item(account.key)?;
+                self.free.push(slot);
+            }
+        }
+        Ok(())
+    }
+
+    fn close(&mut self, py: Python<'_>, booking: &Py<Booking>) -> PyResult<()> {
+        let it = booking.borrow(py);
+        self.account(it.slot)?.close(py, booking, &it)
+    }
+
+    /// Ends a booking; whether it had not ended already.
+    fn end(&mut self, py: Python<'_>, booking: &Py<Booking>, by: &Bound<'_, PyAny>) -> PyResult<bool> {
+        if booking.borrow(py).state == RELEASED {
+            return Ok(false);
+        }
+        self.close(py, booking)?;
+        let mut it = booking.borrow_mut(py);
+        if it.state == RUNNING {
+            self.account(it.slot)?.left(py)?;
+        }
+        it.state = RELEASED;
+        self.coming.forget(it.number);
+        let released = self.released.bind(py);
+        let before: u64 = released.get_item(by)?.map_or(Ok(0), |count| count.extract())?;
+        released.set_item(by, before + 1)?;
+        self.tidy(py, it.slot)?;
+        Ok(true)
+    }
+
+    /// The prompt tokens that each row of `folded` will have, of those that compute them now.
+    pub fn supplied(&self, folded: &Bound<'_, Folded>, hashes: &[Hash], mut found: impl FnMut(usize, usize)) {
+        self.coming.look(hashes, |slot, blocks| {
+            let place = self.accounts.get(slot).and_then(Option::as_ref).and_then(|account| account.place.as_ref());
+            if let Some((_, row)) = place.filter(|(its, _)| its.is(folded)) {
+                found(*row, blocks);
+            }
+        });
+    }
+
+    pub fn expects(&self) -> bool {
+        self.coming.len() > 0
+    }
+
+    fn number(&self, py: Python<'_>, state: &Bound<'_, PyAny>) -> PyResult<usize> {
+        self.states.bind(py).call_method1(intern!(py, "index"), (state,))?.extract()
+    }
+}
+
+fn tell(told: &Py<PyList>, booking: &Bound<'_, Booking>, by: Option<&Bound<'_, PyAny>>) -> PyResult<()> {
+    for listener in told.bind(booking.py()).iter() {
+        match by {
+            Some(by) => listener.call1((booking, by))?,
+            None => listener.call1((booking,))?,
+        };
+    }
+    Ok(())
+}
+
+fn released(me: &Bound<'_, Bookings>, booking: &Bound<'_, Booking>, by: &Bound<'_, PyAny>) -> PyResult<()> {
+    let py = me.py();
+    let ended = me.borrow_mut().end(py, booking.as_unbound(), by)?;
+    if ended { tell(&me.borrow().ended.clone_ref(py), booking, Some(by)) } else { Ok(()) }
+}
+
+#[pymethods]
+impl Bookings {
+    /// See `penstock.gateway.picker.compiled.Compiled`.
+    #[new]
+    fn new(py: Python<'_>, states: Py<PyAny>, outstanding: Py<PyAny>, released: Py<PyDict>, expiry_s: f64) -> Self {
+        Bookings {
+            slots: PyDict::new(py).unbind(),
+            accounts: Vec::new(),
+            free: Vec::new(),
+            coming: Prompts::default(),
+            expiry_s,
+            made: 0,
+            states,
+            outstanding,
+            released,
+            ended: PyList::empty(py).unbind(),
+            moved: PyList::empty(py).unbind(),
+        }
+    }
+
+    /// Where the figures of each replica are: all that are of a model.
+    fn placed(&mut self, py: Python<'_>, places: Vec<(Bound<'_, PyAny>, Py<Folded>, usize)>) -> PyResult<()> {
+        self.accounts.iter_mut().flatten().for_each(|account| account.place = None);
+        for (key, folded, row) in places {
+            let slot = self.slot_or_new(&key)?;
+            self.account(slot)?.place = Some((folded, row));
+        }
+        (0..self.accounts.len()).try_for_each(|slot| self.tidy(py, slot))
+    }
+
+    #[allow(clippy::too_many_arguments)]
+    #[pyo3(signature = (request_id, key, prefill_tokens, now, *, transfer_tokens = 0, answers = 1))]
+    fn book(
+        &mut self,
+        py: Python<'_>,
+        request_id: String,
+        key: &Bound<'_, PyAny>,
+        prefill_tokens: i64,
+        now: f64,
+        transfer_tokens: i64,
+        answers: i64,
+    ) -> PyResult<Py<Booking>> {
+        let slot = self.slot_or_new(key)?;
+        self.made += 1;
+        let booking = Py::new(
+            py,
+            Booking {
+                number: self.made,
+                slot,
+                state: PENDING,
+                states: self.states.clone_ref(py),
+                request_id,
+                key: key.clone().unbind(),
+                prefill_tokens,
+                transfer_tokens,
+                left: answers,
+                made_at: now,
+                awaited: None,
+                responded_at: None,
+            },
+        )?;
+        self.account(slot)?.open(py, &booking, &booking.borrow(py))?;
+        Ok(booking)
+    }
+
+    fn outstanding<'py>(&self, py: Python<'py>, key: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
+        let [requests, prefill, transfer] = self.known(key)?.map_or([0; 3], |account| account.outstanding);
+        self.outstanding.bind(py).call1((requests, prefill, transfer))
+    }
+
+    #[pyo3(signature = (key, *states))]
+    fn count(&self, py: Python<'_>, key: &Bound<'_, PyAny>, states: Vec<Bound<'_, PyAny>>) -> PyResult<i64> {
+        let Some(account) = self.known(key)? else { return Ok(0) };
+        if states.is_empty() {
+            return Ok(account.counts.iter().sum());
+        }
+        states.iter().map(|state| Ok(account.counts[self.number(py, state)?])).sum()
+    }
+
+    fn total(&self, py: Python<'_>, state: &Bound<'_, PyAny>) -> PyResult<i64> {
+        let state = self.number(py, state)?;
+        Ok(self.accounts.iter().flatten().map(|account| account.counts[state]).sum())
+    }
+
+    #[pyo3(name = "move")]
+    fn move_to(me: &Bound<'_, Self>, booking: &Bound<'_, Booking>, key: &Bound<'_, PyAny>) -> PyResult<()> {
+        let py = me.py();
+        {
+            let it = booking.borrow();
+            if it.state == RELEASED || it.key.bind(py).eq(key)? {
+                return Ok(());
+            }
+        }
+        {
+            let (mut of, own) = (me.borrow_mut(), booking.as_unbound());
+            of.close(py, own)?;
+            let slot = of.slot_or_new(key)?;
+            let (before, number) = {
+                let mut it = booking.borrow_mut();
+                it.key = key.clone().unbind();
+                (std::mem::replace(&mut it.slot, slot), it.number)
+            };
+            of.account(slot)?.open(py, own, &booking.borrow())?;
+            of.coming.moved(number, slot);
+            of.tidy(py, before)?;
+        }
+        tell(&me.borrow().moved.clone_ref(py), booking, None)
+    }
+
+    fn responded(&mut self, py: Python<'_>, booking: &Bound<'_, Booking>, report: Option<(i64, i64)>, now: f64) -> PyResult<()> {
+        let slot = {
+            let mut it = booking.borrow_mut();
+            if it.state != PENDING {
+                return Ok(());
+            }
+            (it.awaited, it.responded_at) = (report, Some(now));
+            it.slot
+        };
+        self.account(slot)?.set(py, booking.as_unbound(), UNREPORTED)
+    }
+
+    fn reported(&mut self, py: Python<'_>, key: &Bound<'_, PyAny>, epoch: i64, seq: i64, asked_at: f64) -> PyResult<()> {
+        let Some(slot) = self.slot(key)? else { return Ok(()) };
+        let account = self.account(slot)?;
+        let included = account.unreported.values().filter(|it| it.borrow(py).included((epoch, seq), asked_at));
+        let included: Vec<_> = included.map(|it| it.clone_ref(py)).collect();
+        included.iter().try_for_each(|booking| account.set(py, booking, RUNNING))
+    }
+
+    fn included(&mut self, py: Python<'_>, booking: &Bound<'_, Booking>) -> PyResult<()> {
+        let (state, slot) = (booking.borrow().state, booking.borrow().slot);
+        if state == PENDING { self.account(slot)?.set(py, booking.as_unbound(), RUNNING) } else { Ok(()) }
+    }
+
+    fn release(me: &Bound<'_, Self>, booking: &Bound<'_, Booking>, by: &Bound<'_, PyAny>) -> PyResult<()> {
+        released(me, booking, by)
+    }
+
+    fn finished(me: &Bound<'_, Self>, key: &Bound<'_, PyAny>, request_id: &str) -> PyResult<bool> {
+        let py = me.py();
+        let oldest = |of: &Bookings| -> PyResult<Option<Py<Booking>>> {
+            let same = of.known(key)?.and_then(|account| account.bookings.get(request_id));
+            Ok(same.and_then(|same| same.first()).map(|booking| booking.clone_ref(py)))
+        };
+        let Some(booking) = oldest(&me.borrow())? else { return Ok(false) };
+        if booking.borrow(py).left <= 1 {
+            released(me, booking.bind(py), intern!(py, "finished").as_any())?;
+            return Ok(true);
+        }
+        let slot = booking.borrow(py).slot;
+        let mut of = me.borrow_mut();
+        let account = of.account(slot)?;
+        account.count(py, &booking, &booking.borrow(py), -1)?;
+        booking.borrow_mut(py).left -= 1;
+        account.count(py, &booking, &booking.borrow(py), 1)?;
+        if booking.borrow(py).state == RUNNING {
+            account.left(py)?;
+        }
+        Ok(true)
+    }
+
+    fn release_all(me: &Bound<'_, Self>, key: &Bound<'_, PyAny>, by: &Bound<'_, PyAny>) -> PyResult<()> {
+        let all = me.borrow().known(key)?.map(|account| account.all(me.py())).unwrap_or_default();
+        all.iter().try_for_each(|booking| released(me, booking.bind(me.py()), by))
+    }
+
+    /// Ends the bookings that nothing else has ended.
+    fn expire(me: &Bound<'_, Self>, now: f64) -> PyResult<()> {
+        let (py, expiry_s) = (me.py(), me.borrow().expiry_s);
+        let all: Vec<_> = me.borrow().accounts.iter().flatten().flat_map(|account| account.all(py)).collect();
+        for booking in all.iter().filter(|booking| now - booking.borrow(py).made_at >= expiry_s) {
+            released(me, booking.bind(py), intern!(py, "expired").as_any())?;
+        }
+        Ok(())
+    }
+}
+
+/// The prompts that bookings compute: `penstock.gateway.picker.coming.Coming`.
+#[pyclass(frozen)]
+pub struct Coming {
+    of: Py<Bookings>,
+    /// Prompts under way that are known at most.
+    most: usize,
+}
+
+#[pymethods]
+impl Coming {
+    #[new]
+    fn new(of: Py<Bookings>, most: usize) -> Self {
+        Coming { of, most }
+    }
+
+    fn __len__(&self, py: Python<'_>) -> usize {
+        self.of.borrow(py).coming.len()
+    }
+
+    fn expect(&self, booking: &Bound<'_, Booking>, hashes: &Bound<'_, PyAny>, resident_blocks: usize) -> PyResult<()> {
+        if resident_blocks >= hashes.len()? {
+            return Ok(());
+        }
+        let (names, it) = (names(hashes)?, booking.borrow());
+        let coming = &mut self.of.borrow_mut(booking.py()).coming;
+        coming.file(it.number, it.slot, names, resident_blocks);
+        if coming.len() > self.most {
+            coming.oldest().into_iter().for_each(|oldest| coming.forget(oldest));
+        }
+        Ok(())
+    }
+
+    fn found(
+        &self,
+        prompt: &Bound<'_, PyAny>,
+        block_size: usize,
+        rows: &Bound<'_, PyDict>,
+        among: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<Vec<(usize, f64)>> {
+        let py = rows.py();
+        let (tokens, of) = (prompt.getattr(intern!(py, "tokens"))?.extract::<usize>()?, self.of.borrow(py));
+        let (most, mut spans) = (tokens.saturating_sub(1) / block_size, Vec::new());
+        let names = names(&prompt.getattr(intern!(py, "block_hashes"))?)?;
+        of.coming.look(&names, |slot, blocks| spans.push((slot, (blocks.min(most) * block_size) as f64)));
+        let mut found = Vec::with_capacity(spans.len());
+        for (slot, supplied) in spans {
+            let Some(account) = of.accounts[slot].as_ref() else { continue };
+            if let Some(row) = rows.get_item(&account.key)? {
+                if among.map_or(Ok(true), |among| among.contains(&account.key))? {
+                    found.push((row.extract()?, supplied));
+                }
+            }
+        }
+        Ok(found)
+    }
+}
