@@ -1,10 +1,10 @@
 """One request in its grammar, by each library, over the demo model's tokenizer: masks, ends, reasoning, what is refused."""
 
+import itertools
 import json
 import random
 import sys
 import time
-from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers
 
 from penstock.engine.config import ModelConfig
 from penstock.engine.core.grammar.compiler import Compiler
-from penstock.engine.core.grammar.guidance_filler import PARALLEL_MASKS, GuidanceFiller
+from penstock.engine.core.grammar.guidance_batch import PARALLEL_MASKS, GuidanceBatcher
 from penstock.engine.core.grammar.guide import GrammarGuide
 from penstock.engine.core.grammar.libraries import GrammarError, GrammarsUnavailable
 from penstock.engine.grammar import Grammar, ReasoningMarkers, Tag, Tags
@@ -290,7 +290,7 @@ def test_a_character_without_a_token_comes_byte_by_byte(byte_fallback, guide_of)
 @pytest.mark.req("SO-12")
 def test_masks_that_are_filled_together_are_those_of_each_guide_alone(compiler, tokenizer, monkeypatch):
     """In threads too, with stop tokens of several kinds, and where the tokenizer has more tokens than the model has logits."""
-    text, calls = ids(tokenizer, '{"a": 12, "b": "mill"}'), []
+    text, threads = ids(tokenizer, '{"a": 12, "b": "mill"}'), []
     narrow = Compiler(model(VOCAB - 40))
     for made in (compiler, narrow):
         prototype = made.compile(schema({"type": "object"}).source)
@@ -298,31 +298,51 @@ def test_masks_that_are_filled_together_are_those_of_each_guide_alone(compiler, 
         for count in range(150):
             guides.append(GrammarGuide(prototype, ((EOT,), (), (EOT, USER))[count % 3], (EOT,)))
             guides[-1].accept(text[: count % (len(text) + 1)])
-        counted = partial(GuidanceFiller._compute, prototype.filler)
-        monkeypatch.setattr(prototype.filler, "_compute", lambda *of, then=counted: (calls.append(len(of[0])), then(*of)))
-        for number in (PARALLEL_MASKS - 1, PARALLEL_MASKS, 150):
-            together = np.full((150, prototype.num_words), -1, np.int32)
-            places = random.Random(number).sample(range(150), number)
-            guides[0].filler.fill(guides[:number], together, places)
-            for guide, place in zip(guides, places, strict=False):
-                alone = np.full((1, prototype.num_words), -1, np.int32)
-                guide.fill(alone, ())
-                assert np.array_equal(together[place], alone[0])
-            assert (together[sorted(set(range(150)) - set(places))] == -1).all(), "a row of nobody's was written"
-        assert prototype.filler is not None and prototype.filler._executor is not None, "no call went to the threads"
-        monkeypatch.undo()
-    assert calls == 2 * [PARALLEL_MASKS - 1, PARALLEL_MASKS, 150]
+        batcher = prototype.batcher
+        assert batcher is not None
+        with monkeypatch.context() as patch:
+            patch.setattr(GuidanceBatcher, "executor", lambda of, then=GuidanceBatcher.executor: (threads.append(1), then(of))[1])
+            for number in (PARALLEL_MASKS - 1, PARALLEL_MASKS, 150):
+                together = np.full((number, prototype.num_words), -1, np.int32)
+                batcher.batch(guides[:number]).fill(together)
+                for guide, mask in zip(guides, together, strict=False):
+                    alone = np.full((1, prototype.num_words), -1, np.int32)
+                    guide.fill(alone, ())
+                    assert np.array_equal(mask, alone[0])
+    assert len(threads) == 2 * 2, "the library's threads are for many masks alone"
     narrow.close()
 
 
-def test_a_guide_that_fails_among_others_fails_alone(compiler):
+def test_a_guide_that_fails_among_others_fails_alone(compiler, tokenizer):
     prototype = compiler.compile(schema({"type": "object"}).source)
     guides = [GrammarGuide(prototype, (EOT,), (EOT,)) for _ in range(3)]
     guides[1].matcher.accept(USER)  # behind the guide's back
     masks = np.full((3, prototype.num_words), -1, np.int32)
-    guides[0].filler.fill(guides, masks, range(3))
+    batch = prototype.batcher.batch(guides)
+    batch.fill(masks)
     assert [guide.error is None for guide in guides] == [True, False, True]
     assert "next token" in guides[1].error and np.array_equal(masks[0], masks[2]) and (masks[1] == -1).all()
+    said = guides[1].error
+    [brace] = ids(tokenizer, "{")
+    assert batch.take([brace, brace, USER]) == [1, 2], "the failed one ends, and so does one that is told nonsense"
+    assert guides[0].error is None and guides[1].error == said and f"does not allow token {USER}" in guides[2].error
+
+
+def test_guides_that_are_asked_together_say_what_each_says_alone(compiler, tokenizer):
+    prototype = compiler.compile(schema(OBJECT).source)
+    together, alone = ([GrammarGuide(prototype, (EOT,), (EOT,)) for _ in range(4)] for _ in range(2))
+    batch = prototype.batcher.batch(together)
+    answers = [ids(tokenizer, text) for text in ('{"a": 1}', '{"a": 12}', '{"a": 123456}', '{"a":')]
+    answers[3].append(USER)
+    running, failed = set(range(4)), []
+    for tokens in itertools.zip_longest(*answers, fillvalue=USER):
+        forced, ends = batch.forced(), batch.take(tokens)
+        for at in sorted(running):
+            assert list(forced[at]) == list(alone[at].forced())
+            assert (at in ends) == alone[at].take(tokens[at]) and together[at].error == alone[at].error
+            failed += [at] if together[at].error else []
+        running -= set(ends)
+    assert not running and failed == [3]
 
 
 @pytest.mark.req("SO-04")

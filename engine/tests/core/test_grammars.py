@@ -263,7 +263,8 @@ def test_a_token_against_the_grammar_fails_its_request_alone(folder, depth, libr
         bench.crank()
     guides = bench.core.scheduler._tenancy.guides._guides
     guide = guides[next(row for row in guides if bench.core.scheduler._tenancy.indexes[row] == 0)]
-    guide.filler, guide.fill = None, lambda masks, drafts: None  # every token is allowed
+    guide.batcher, guide.fill = None, lambda masks, drafts: None  # every token is allowed
+    bench.core.scheduler._tenancy.guides._groups.clear()
     bench.run()
     assert bench.finished[0].reason is FinishReason.ERROR and "does not allow" in (bench.finished[0].error or "")
     assert bench.finished[1].reason is FinishReason.STOP and len(bench.text(1)) == 17

@@ -18,7 +18,7 @@ def allowed(number: int) -> set[int]:
 class Numbered:
     """A guide that says what `allowed` says."""
 
-    num_words, filler = 2, None
+    num_words, batcher = 2, None
     ended = is_open = False
     error = None
 
@@ -46,6 +46,47 @@ class Numbered:
             bits = np.zeros(64, np.uint8)
             bits[list(allowed(self.count + number))] = 1
             masks[number] = np.packbits(bits, bitorder="little").view(np.int32)
+
+
+class Together:
+    """A batcher and all its batches, which ask one guide after the other, and count what they are asked."""
+
+    def __init__(self) -> None:
+        self.asked = dict.fromkeys(("fill", "take", "forced"), 0)
+
+    def batch(self, guides):
+        return Batch(self.asked, guides)
+
+
+class Batch:
+    def __init__(self, asked: dict[str, int], guides) -> None:
+        self._asked, self._guides = asked, list(guides)
+
+    def fill(self, masks: Int32) -> None:
+        self._asked["fill"] += len(masks)
+        masks.fill(-1)
+        for at, guide in enumerate(self._guides):
+            guide.fill(masks[at : at + 1], [])
+
+    def take(self, token_ids) -> list[int]:
+        self._asked["take"] += len(token_ids)
+        return [at for at, (guide, token) in enumerate(zip(self._guides, token_ids, strict=True)) if guide.take(token)]
+
+    def forced(self):
+        self._asked["forced"] += len(self._guides)
+        return [guide.forced() for guide in self._guides]
+
+
+class Joining(Numbered):
+    """One that can be asked with others after so many tokens."""
+
+    def __init__(self, together: Together, since: int) -> None:
+        super().__init__()
+        self._together, self._since = together, since
+
+    @property
+    def batcher(self) -> Together | None:
+        return self._together if self.count >= self._since else None
 
 
 def guided_reference(prompt: list[int], max_tokens: int) -> list[int]:
@@ -87,6 +128,25 @@ def test_each_stream_is_what_its_guide_makes_of_it_alone(depth, drafts):
         for index in (1, 3):
             free.core.handle(make_request(index, [index] * 9, 20))
         assert free.run().streams == {index: made.streams[index] for index in (1, 3)}
+
+
+@pytest.mark.parametrize("drafts", [0, 4])
+@pytest.mark.parametrize("depth", [1, 2])
+def test_guides_that_are_asked_together_change_no_stream(depth, drafts):
+    """Of two libraries, beside one that is asked alone and one that can only be asked with others after a while."""
+    one, other = Together(), Together()
+    guides = [Joining(one, 0), Joining(other, 0), Numbered(), Joining(one, 6), Joining(one, 0)]
+    made = Bench(depth, drafts=drafts)
+    for index, guide in enumerate(guides):
+        made.core.handle(make_request(index, [index] * 9, 20 + index))
+        made.core.scheduler.guide(index, guide)
+    made.core.handle(make_request(5, [5] * 9, 20))
+    made.run()
+    for index in range(5):
+        assert made.streams[index] == guided_reference([index] * 9, 20 + index)
+    assert min(one.asked.values()) > min(other.asked.values()) > 0
+    late = one.asked["take"] - (20 + 24 - 2)
+    assert late > 10, "the late one is asked with others as soon as it can be"
 
 
 @pytest.mark.req("SCH-32")

@@ -7,7 +7,7 @@ from test_core_with_runner import OUTPUTS, requests
 from test_guides_in_core import ROOMY, Guided
 
 from penstock.engine.config import GraphConfig
-from penstock.engine.core.grammar.guide import GrammarGuide
+from penstock.engine.core.scheduling.guides import Guides
 from penstock.engine.grammar import Grammar
 
 FORM = Grammar("regex", r"(record-[0-9]{2}-of-[a-z]-){9}", "structured_outputs.regex")
@@ -37,7 +37,7 @@ def run(runner, num_blocks=400):
 def one_by_one(path, build_runner):
     """On a CPU, where the grammar forces nothing."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(GrammarGuide, "forced", lambda _: ())
+        patch.setattr(Guides, "_force", lambda *_: None)
         return run(build_runner(path, scheduler=ROOMY))
 
 

@@ -19,7 +19,7 @@ FORCED = MAX_FORCED_TOKENS + 4
 class Pattern:
     """Tokens that follow from their places, then odd ones. `unknown` comes first among what it forces: no such token is there."""
 
-    num_words, filler, ended, is_open, error = WORDS, None, False, False, None
+    num_words, batcher, ended, is_open, error = WORDS, None, False, False, None
 
     def __init__(self, forces: bool, unknown: bool = False) -> None:
         self.forces, self.unknown, self.at = forces, unknown, 0

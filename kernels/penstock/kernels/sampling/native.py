@@ -46,8 +46,8 @@ class NativeSampling:
         result = buffers.rows(count)
         given: tuple[int | None, int, int | None, int] = (None, 0, None, 0)
         if masks is not None:
-            at, bitmask = (part.contiguous() for part in masks)
-            given = (at.data_ptr(), len(at), bitmask.data_ptr(), bitmask.shape[1])
+            at, bitmask = masks[0].contiguous(), masks[1].contiguous()
+            given = (at.data_ptr(), at.shape[0], bitmask.data_ptr(), bitmask.shape[1])
         self._sample(
             *(DTYPES[logits.dtype], logits.data_ptr(), count, vocab_size),
             *(rows.data_ptr(), positions.data_ptr(), params.data_ptr()),

@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 
 from penstock.engine.config import ModelConfig
-from penstock.engine.core.grammar.guidance_filler import GuidanceFiller
+from penstock.engine.core.grammar.guidance_batch import GuidanceBatcher
 from penstock.engine.core.grammar.libraries import MAX_SPACES, GrammarError, GrammarsUnavailable, Prototype, without
 from penstock.engine.core.grammar.schema_errors import MAX_OPTIONAL, LargeChoice, beyond_limits, large_choices, located
 from penstock.engine.core.grammar.tags import lark_of, with_options
@@ -38,7 +38,8 @@ class GuidanceMatcher:
         self.inner = matcher
         """The library's."""
         self.num_words = num_words
-        self._consume, self.compute = matcher.consume_token, matcher.unsafe_compute_mask_ptr
+        self.consume, self.compute = matcher.consume_token, matcher.unsafe_compute_mask_ptr
+        self.stopped = matcher.is_stopped
         self.forced = matcher.compute_ff_tokens
         self._mask = np.empty(num_words, np.int32)
         # To ask numpy for it takes longer than most masks.
@@ -55,7 +56,7 @@ class GuidanceMatcher:
     @property
     def is_stopped(self) -> bool:
         """Whether the answer is complete and nothing can follow."""
-        return self.inner.is_stopped()
+        return self.stopped()
 
     @property
     def is_accepting(self) -> bool:
@@ -69,7 +70,7 @@ class GuidanceMatcher:
     def accept(self, token_id: int) -> bool:
         """Takes the next token, if the grammar allows it."""
         self._num_tried = 0
-        return self._consume(token_id)
+        return self.consume(token_id)
 
     def try_accept(self, token_id: int) -> bool:
         """Takes a token, or changes nothing."""
@@ -101,7 +102,7 @@ class Guidance:
         self._file: Path = (model.tokenizer or model.path) / "tokenizer.json"
         self._lock = threading.Lock()
         self._tokenizer: LLTokenizer | None = None
-        self._filler: GuidanceFiller | None = None
+        self._batcher: GuidanceBatcher | None = None
 
     def prepare(self) -> None:
         """Imports the library and reads the tokenizer."""
@@ -127,7 +128,7 @@ class Guidance:
         if error is not None:
             raise GrammarError(located(error, json.loads(grammar.text)) if grammar.kind == "json_schema" else error)
         of_model = words if self._vocab_size is None else -(-self._vocab_size // 32)
-        return Prototype(matcher, of_model, compiled.get_grammar_warnings(), self._filler)
+        return Prototype(matcher, of_model, compiled.get_grammar_warnings(), self._batcher)
 
     def close(self) -> None:
         """Has nothing to end: all of it is in this process."""
@@ -148,7 +149,7 @@ class Guidance:
                 # A model may have more logits than its tokenizer has tokens: none of those beyond is ever allowed.
                 larger = self._vocab_size is not None and self._vocab_size > known.vocab_size
                 self._tokenizer = LLTokenizer(str(self._file), self._vocab_size, eos) if larger else known
-                self._filler = GuidanceFiller(self._eos_token_ids)
+                self._batcher = GuidanceBatcher(self._eos_token_ids)
             return self._tokenizer
 
 

@@ -33,13 +33,11 @@ class GrammarGuide:
         self.num_words = num_words = prototype.num_words
         self.error: str | None = None
         self.matcher = prototype.matcher.copy()
-        self._gate, self._filler = gate_of(reasoning), prototype.filler
-        self.filler = self._filler if self._gate.phase is Phase.ANSWER else None
+        self._gate, self._batcher = gate_of(reasoning), prototype.batcher
+        self.batcher = self._batcher if self._gate.phase is Phase.ANSWER else None
         self._stops = frozenset(stop_token_ids) | frozenset(eos_token_ids)
         self._more_stops = _bits(set(stop_token_ids) - set(eos_token_ids), num_words)
         self._no_stops = _bits(set(eos_token_ids) - set(stop_token_ids), num_words)
-        self.changes_ends = self._no_stops is not None
-        """Whether `complete` takes EOS tokens away where there are any."""
         self.adds_stops = self._more_stops is not None
         """Whether `complete` adds tokens that stop the request."""
         self._begin = _bits(() if reasoning is None or reasoning.begin is None else (reasoning.begin,), num_words)
@@ -66,21 +64,21 @@ class GrammarGuide:
             if self._gate.phase is not Phase.ANSWER:
                 self._gate, of_answer = self._gate.take(token)
                 if self._gate.phase is Phase.ANSWER:
-                    self.filler = self._filler
+                    self.batcher = self._batcher
                 if not of_answer:
                     continue
             if self.error is None and not self.matcher.accept(token):
                 self._refuse(token)
 
     def take(self, token_id: int) -> bool:
-        """See `Guide`. Inside an answer, which most tokens are, it is one call."""
-        if self.filler is None or self.error is not None:
-            self.accept((token_id,))
-            return self.error is not None or self.ended
-        if self.matcher.accept(token_id):
-            return self.matcher.is_stopped
-        self._refuse(token_id)
-        return True
+        """See `Guide`."""
+        self.accept((token_id,))
+        return self.error is not None or self.ended
+
+    def check(self, token_id: int) -> None:
+        """After a token with which the matcher has stopped: the request fails where the grammar does not allow it."""
+        if self.error is None and self.matcher.error is not None:
+            self._refuse(token_id)
 
     def _refuse(self, token: int) -> None:
         why = self.matcher.error or "the answer was complete before"

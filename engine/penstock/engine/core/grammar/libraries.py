@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 from penstock.engine.core.plan import Int32
-from penstock.engine.core.scheduling.guides import Filler
+from penstock.engine.core.scheduling.guides import Batcher
 from penstock.engine.grammar import Grammar
 
 MAX_SPACES = 32
@@ -76,8 +76,8 @@ class Prototype(NamedTuple):
     """Words of a mask, for all of the model's logits. The matcher's has more where the tokenizer has more tokens."""
     warnings: list[str]
     """What a lenient grammar leaves out."""
-    filler: Filler | None = None
-    """Fills the masks of many guides with such matchers in one call; None: each fills its own."""
+    batcher: Batcher | None = None
+    """Asks guides with such matchers together; None: each is asked itself."""
 
 
 class Library(Protocol):

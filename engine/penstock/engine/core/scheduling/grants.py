@@ -66,7 +66,7 @@ class Grants:
 
     def _grant_decodes(self, step: StepBuilder, rows: Int64) -> None:
         """A token for each, its drafts, and a block where its blocks are all full."""
-        if self._tenancy.has_proposed or self._tenancy.guides:
+        if self._tenancy.has_proposed or self._tenancy.guides.forced:
             self._grant_drafts(step, rows)
         else:
             step.grant_decodes(rows)

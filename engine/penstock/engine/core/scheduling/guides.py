@@ -9,12 +9,14 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from penstock.engine.core.plan import Bool, Int32, SampleInputs, StepPlan, ints
+from penstock.engine.core.plan import Bool, Int32, Int64, SampleInputs, StepPlan, ints
 
 MAX_FORCED_TOKENS = 16
 """Most forced tokens of a row in a step: each takes a row of logits, for which a runner must have memory."""
 _ALL = -1
 """A word with all bits set."""
+_MAX_GROUPS = 8
+"""Groups of rows that are kept: steps with forced tokens ask others than steps without."""
 
 
 def most_forced(max_num_seqs: int) -> int:
@@ -22,17 +24,27 @@ def most_forced(max_num_seqs: int) -> int:
     return max(max_num_seqs, MAX_FORCED_TOKENS)
 
 
-class Filler(Protocol):
-    """Fills the masks of many guides in one call, which costs less than to ask one after the other."""
+class GuideBatch(Protocol):
+    """Guides that are asked all at once, which costs less than to ask one after the other."""
 
-    def fill(self, guides: Sequence[Any], masks: Int32, places: Sequence[int]) -> None:
-        """Writes the masks of steps without drafts; the guides stay where they are.
+    def fill(self, masks: Int32) -> None:
+        """Writes the masks of steps without drafts, [m, words], whole; the guides stay where they are."""
+        ...
 
-        Args:
-            guides: Whose `filler` it is.
-            masks: [m, words]; those of the places are written whole.
-            places: Which of the m is for which guide.
-        """
+    def take(self, token_ids: Sequence[int]) -> list[int]:
+        """Advances each by a token, [m]. Returns which of the requests end with it, for whatever reason."""
+        ...
+
+    def forced(self) -> list[Sequence[int]]:
+        """The tokens that must come next of each, as far as there is no choice, [m]."""
+        ...
+
+
+class Batcher(Protocol):
+    """Makes batches of guides; it is the same object for all that can be in one batch."""
+
+    def batch(self, guides: Sequence[Any]) -> GuideBatch:
+        """A batch of guides whose `batcher` this is, [m]."""
         ...
 
 
@@ -40,8 +52,8 @@ class Guide(Protocol):
     """Guides the output of one request."""
 
     @property
-    def filler(self) -> Filler | None:
-        """Fills the mask of the next token together with those of others; None: only `fill` can."""
+    def batcher(self) -> Batcher | None:
+        """Asks this guide together with others; None: it has to be asked itself, for now."""
         ...
 
     @property
@@ -87,11 +99,70 @@ class Guide(Protocol):
         ...
 
 
-class Guides:
-    """The guides of all rows that have one."""
+class _Group:
+    """Guides of some rows, in batches as far as they can be. Batches may be of fewer guides than could be in them by now."""
 
-    def __init__(self) -> None:
+    def __init__(self, guides: Sequence[Guide]) -> None:
+        self.guides = guides
+        by: dict[Batcher | None, list[int]] = {}
+        for at, guide in enumerate(guides):
+            by.setdefault(guide.batcher, []).append(at)
+        self.alone = by.pop(None, [])
+        """Which of them are in no batch."""
+        self._batches = [(batcher.batch([guides[at] for at in of]), of) for batcher, of in by.items() if batcher is not None]
+        self._whole = self._batches[0][0] if len(self._batches) == 1 and not self.alone else None
+        """The batch that has all of them, which is the usual case."""
+
+    def masks(self, num_words: int) -> Int32:
+        """The masks of steps without drafts, [m, words]."""
+        masks = np.empty((len(self.guides), num_words), np.int32)
+        if self._whole is not None:
+            self._whole.fill(masks)
+            return masks
+        masks.fill(_ALL)
+        for batch, of in self._batches:
+            part = masks[of]
+            batch.fill(part)
+            masks[of] = part
+        for at in self.alone:
+            self.guides[at].fill(masks[at : at + 1], ())
+        return masks
+
+    def take(self, token_ids: Sequence[int]) -> list[int]:
+        """Advances each by a token; returns which of the requests end."""
+        if self._whole is not None:
+            return self._whole.take(token_ids)
+        ends = [at for at in self.alone if self.guides[at].take(token_ids[at])]
+        for batch, of in self._batches:
+            ends += [of[at] for at in batch.take([token_ids[at] for at in of])]
+        return ends
+
+    def forced(self) -> list[Sequence[int]]:
+        """What must come next of each."""
+        if self._whole is not None:
+            return self._whole.forced()
+        found: list[Sequence[int]] = [()] * len(self.guides)
+        for at in self.alone:
+            found[at] = self.guides[at].forced()
+        for batch, of in self._batches:
+            for at, forced in zip(of, batch.forced(), strict=True):
+                found[at] = forced
+        return found
+
+
+class Guides:
+    """The guides of all rows that have one.
+
+    Args:
+        max_num_seqs: Rows.
+    """
+
+    def __init__(self, max_num_seqs: int) -> None:
         self._guides: dict[int, Guide] = {}
+        self._guided: Bool = np.zeros(max_num_seqs, np.bool_)
+        """[rows]: whether the row has a guide."""
+        self._groups: dict[tuple[int, ...], _Group] = {}
+        """By rows, of those that have been asked since a request came or left: mostly it is the same ones again."""
         self.forced: dict[int, list[int]] = {}
         """Tokens that must come next, by row, where there is no choice."""
         self._told: dict[int, Sequence[int]] = {}
@@ -102,25 +173,28 @@ class Guides:
     def move_in(self, row: int, guide: Guide | None) -> None:
         """A request takes the row."""
         if guide is not None:
-            self._guides[row] = guide
+            self._guides[row], self._guided[row] = guide, True
+            self._groups.clear()
             self.look(row, [])
 
     def move_out(self, row: int) -> None:
         """Remove the row's guide: its request leaves."""
-        for of in (self._guides, self.forced, self._told):
+        if self._guides.pop(row, None) is None:
+            return
+        self._guided[row] = False
+        self._groups.clear()
+        for of in (self.forced, self._told):
             of.pop(row, None)
 
-    def advance(self, rows: Sequence[int], token_ids: Sequence[int], stopped: Sequence[bool]) -> dict[int, str | None]:
+    def advance(self, rows: Int64, token_ids: Int32, stopped: Bool) -> dict[int, str | None]:
         """Has the rows' guides take in their next tokens, but for those that stop their requests: [m] each.
 
         Returns:
             Which of the m end their requests with these tokens, and the error of each, if any.
         """
-        found: dict[int, str | None] = {}
-        for at, (row, token, stops) in enumerate(zip(rows, token_ids, stopped, strict=True)):
-            if not stops and (guide := self._guides.get(row)) is not None and guide.take(token):
-                found[at] = guide.error
-        return found
+        at = (self._guided[rows] > stopped).nonzero()[0]
+        group = self._group(rows[at])
+        return {int(at[index]): group.guides[index].error for index in group.take(ints(token_ids[at]))}
 
     def is_open(self, row: int) -> bool:
         """Whether the row has a guide by which its output would be cut short if it ended here."""
@@ -130,26 +204,41 @@ class Guides:
         """The row goes on; `drafts` are what the runner will have verified in its next step."""
         if drafts or row in self._told:
             self._told[row] = drafts
-        if forced := self._guides[row].forced():
-            self.forced[row] = list(forced[:MAX_FORCED_TOKENS])
-        elif row in self.forced:
-            del self.forced[row]
+        self._force(row, self._guides[row].forced())
 
-    def look_on(self, rows: Sequence[int], drafts: Int32 | None) -> None:
+    def look_on(self, rows: Int64, drafts: Int32 | None) -> None:
         """All these rows go on, [m]; `drafts`, [m, K], are what the runner will have verified, -1 pads; None: nothing."""
-        for at, row in enumerate(rows):
-            guide = self._guides.get(row)
-            if guide is None:
-                continue
-            if drafts is not None or row in self._told or row in self.forced:
-                self.look(row, told_drafts(drafts, at))
-            elif forced := guide.forced():
-                self.forced[row] = list(forced[:MAX_FORCED_TOKENS])
+        guided = self._guided[rows]
+        rows = rows[guided]
+        if drafts is not None or self._told:
+            for at, row in zip(ints(guided.nonzero()[0]), ints(rows), strict=True):
+                told = told_drafts(drafts, at)
+                if told or row in self._told:
+                    self._told[row] = told
+        found = self._group(rows).forced()
+        if self.forced or any(found):
+            for row, forced in zip(ints(rows), found, strict=True):
+                self._force(row, forced)
+
+    def _force(self, row: int, forced: Sequence[int]) -> None:
+        if forced:
+            self.forced[row] = list(forced[:MAX_FORCED_TOKENS])
+        else:
+            self.forced.pop(row, None)
+
+    def _group(self, rows: Int64 | Int32) -> _Group:
+        """The guides of these rows, each of which has one."""
+        key = tuple(ints(rows))
+        group = self._groups.get(key)
+        if group is None or (group.alone and any(group.guides[at].batcher for at in group.alone)):
+            if len(self._groups) == _MAX_GROUPS:
+                self._groups.clear()
+            group = self._groups[key] = _Group([self._guides[row] for row in key])
+        return group
 
     def masked(self, plan: StepPlan) -> Int32:
         """Indexes of the plan's rows that sample under a mask."""
-        guides, samples = self._guides, plan.samples.tolist()
-        return np.array([at for at, row in enumerate(ints(plan.rows)) if samples[at] and row in guides], np.int32)
+        return (self._guided[plan.rows] & plan.samples).nonzero()[0].astype(np.int32)
 
     def inputs(self, plan: StepPlan, masked: Int32, live: Bool) -> SampleInputs:
         """Masks for the `masked` rows of a plan whose requests are still there. All steps before it have been taken in."""
@@ -158,32 +247,20 @@ class Guides:
             return SampleInputs(plan.step_id)
         words = next(iter(self._guides.values())).num_words
         if not len(plan.num_drafts):
-            # Most steps of most batches: what is done for each row here, it does for each token.
-            guides = [self._guides[row] for row in ints(plan.rows[at])]
-            if (filler := guides[0].filler) is not None and len({guide.filler for guide in guides}) == 1:
-                bitmask = np.empty((len(guides), words), np.int32)
-                filler.fill(guides, bitmask, range(len(guides)))
-                return SampleInputs(plan.step_id, at, bitmask)
+            return SampleInputs(plan.step_id, at, self._group(plan.rows[at]).masks(words))
         begins = np.zeros(len(plan.rows), np.int32)
-        counts = plan.num_drafts if len(plan.num_drafts) else begins
-        lengths = counts[plan.draft_rows]
+        lengths = plan.num_drafts[plan.draft_rows]
         begins[plan.draft_rows] = np.cumsum(lengths) - lengths
-        given, with_plan = ints(plan.draft_ids), set(ints(plan.draft_rows))
-        bitmask = np.full((int((counts[at] + 1).sum()), words), _ALL, np.int32)
-        first, together = 0, dict[Filler, tuple[list[Guide], list[int]]]()
-        for index, row, count, begin in zip(ints(at), ints(plan.rows[at]), ints(counts[at]), ints(begins[at]), strict=True):
-            guide = self._guides[row]
-            if not count and (filler := guide.filler) is not None:
-                guides, places = together.setdefault(filler, ([], []))
-                guides.append(guide)
-                places.append(first)
-            else:
+        given, with_plan, counts = ints(plan.draft_ids), set(ints(plan.draft_rows)), plan.num_drafts[at]
+        bitmask = np.full((int((counts + 1).sum()), words), _ALL, np.int32)
+        firsts = np.cumsum(counts + 1) - counts - 1
+        for index, row, first, count, begin in zip(*map(ints, (at, plan.rows[at], firsts, counts, begins[at])), strict=True):
+            if count:
                 drafts = given[begin : begin + count] if index in with_plan else self._told.get(row, ())[:count]
                 # Where the runner has fewer drafts than planned, what it fills up with is never accepted.
-                guide.fill(bitmask[first : first + 1 + len(drafts)], drafts)
-            first += 1 + count
-        for filler, (guides, places) in together.items():
-            filler.fill(guides, bitmask, places)
+                self._guides[row].fill(bitmask[first : first + 1 + len(drafts)], drafts)
+        if len(free := (counts == 0).nonzero()[0]):
+            bitmask[firsts[free]] = self._group(plan.rows[at[free]]).masks(words)
         return SampleInputs(plan.step_id, at, bitmask)
 
 

@@ -120,7 +120,7 @@ class Retirement:
         goes_on = tokens.counts > 0
         if endings:
             goes_on &= ~np.isin(rows, [ending.request.row for ending in endings])
-        tenancy.guides.look_on(ints(rows[goes_on]), None if result.drafts is None else result.drafts[goes_on])
+        tenancy.guides.look_on(rows[goes_on], None if result.drafts is None else result.drafts[goes_on])
 
     def _propose(self, drafts: Int32 | None, rows: Int64, tokens: Tokens) -> None:
         """The runner's drafts, [r, K], or none, are those of the rows' next step."""

@@ -58,7 +58,7 @@ class Tenancy:
         """[rows]: drafts at most that the runner has for the row's next step."""
         self.has_proposed = False
         """Whether it has any, which costs less to look up."""
-        self.guides = Guides()
+        self.guides = Guides(max_num_seqs)
         self.slots: Int64 = np.zeros(max_num_seqs, np.int64)
         """[rows]: whose the request is, as `TokenCounters` numbers tenants."""
         # Rows are the second axis, and gathered by `take`: a reduction over the first one is several times faster.
@@ -166,7 +166,7 @@ class Tenancy:
         ended = stopped | capped | repeats
         guided: dict[int, str | None] = {}
         if self.guides:
-            guided = self.guides.advance(rows.tolist(), tokens.tolist(), stopped.tolist())
+            guided = self.guides.advance(rows, tokens, stopped)
             ended[list(guided)] = True
         found: list[tuple[int, Ending]] = []
         for at in ended.nonzero()[0].tolist():

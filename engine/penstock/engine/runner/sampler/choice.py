@@ -17,19 +17,17 @@ from penstock.engine.runner.device.uploads import upload
 from penstock.engine.runner.prompt_logprobs import NO_LOGPROBS, PromptRows, prompt_rows
 from penstock.engine.runner.sampler.adjustments import Adjustments
 from penstock.engine.runner.sampler.logits_rows import LogitsRows
-from penstock.engine.runner.sampler.sampler import Sampler, path_of
+from penstock.engine.runner.sampler.sampler import PATHS, Sampler, path_of
 from penstock.engine.runner.sampler.scores import Download, SampledScores
 from penstock.engine.sampling import SamplingParams
 from penstock.kernels.sampling.buffers import Column, Path
 from penstock.kernels.sampling.params import columns
 from penstock.kernels.sampling.rejection import settle
 
-_PATHS = tuple(Path)
-_GUIDED = len(_PATHS)
+_GUIDED = len(PATHS)
 """Of a row that asks for a token, perhaps under a mask."""
 _PARTICULAR = _GUIDED + 1
 """Of a row that asks for more than a token."""
-_NO_CHOICE = np.zeros(0, np.int64)
 
 
 class Choosing(NamedTuple):
@@ -107,7 +105,7 @@ class Chooser:
     def plain(self, request_rows: Int32) -> Path | None:
         """Where a token is all that rows [k] ask for, their path: then `choose` comes to `sampler.sample`. Else None."""
         way = self._way(request_rows)
-        return None if way >= _GUIDED else _PATHS[way]
+        return None if way >= _GUIDED else PATHS[way]
 
     def _way(self, request_rows: Int32) -> int:
         return int(self._ways[request_rows].max(initial=Path.GREEDY))
@@ -136,9 +134,9 @@ class Chooser:
         """
         of = choosing.rows.request_rows
         way, masked = self._way(of), _masked(choosing, inputs)
-        path = _PATHS[way] if way < _GUIDED else self._sampler.path(of)
+        path = PATHS[way] if way < _GUIDED else self._sampler.path(of)
         adjusted, params = logits, self._sampler.params
-        masks = self._upload_masks(choosing.at[masked], inputs.bitmask) if len(masked) else None
+        masks = None if masked is None else self._upload_masks(choosing.at[masked], inputs.bitmask)
         alone = masks is None or self._masks_alone(of, drawn)
         if way != _PARTICULAR and alone:
             result = self._sampler.sample(logits, request_rows, positions, path, masks=masks)
@@ -221,12 +219,12 @@ class Chooser:
         return SampledScores(asking.plan_rows, asking.at, Download.of(self._runtime, found))
 
 
-def _masked(choosing: Choosing, inputs: SampleInputs) -> Int64:
-    """[l]: which of the choices are those of `inputs.bitmask`, in its order."""
+def _masked(choosing: Choosing, inputs: SampleInputs) -> Int64 | slice | None:
+    """Which of the choices are those of `inputs.bitmask`, in its order: [l], or all of them; None: there are no masks."""
     if not len(inputs.masked_rows):
-        return _NO_CHOICE
+        return None
     if len(inputs.bitmask) == len(choosing.plan_rows) and inputs.masked_rows.tobytes() == choosing.plan_rows.tobytes():
-        return np.arange(len(inputs.bitmask))
+        return slice(None)
     has_mask = np.zeros(1 + max(choosing.plan_rows.max(initial=0), inputs.masked_rows.max()), np.bool_)
     has_mask[inputs.masked_rows] = True
     masked = has_mask[choosing.plan_rows].nonzero()[0]

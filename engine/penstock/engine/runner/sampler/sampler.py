@@ -1,6 +1,6 @@
 """From a step's logits to its tokens: parameters by request row, which lie on the device, and the launches that read them."""
 
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 import torch
@@ -10,6 +10,8 @@ from penstock.engine.sampling import SamplingParams
 from penstock.kernels.sampling.buffers import Path, SamplingBuffers
 from penstock.kernels.sampling.ops import SamplingOps
 from penstock.kernels.sampling.params import GREEDY, pack
+
+PATHS: Final = tuple(Path)
 
 
 class ParamChanges(NamedTuple):
@@ -61,7 +63,7 @@ class Sampler:
 
     def path(self, request_rows: Int32) -> Path:
         """The least that serves rows [r], as the host knows them."""
-        return Path(int(self._paths[request_rows].max(initial=Path.GREEDY)))
+        return PATHS[int(self._paths[request_rows].max(initial=Path.GREEDY))]
 
     def sample(
         self,
