@@ -317,7 +317,10 @@ def test_a_proposer_that_finds_nothing_is_soon_asked_again():
     assert waits == [1, 2, 4, 8, 8, 8, 8]
     assert chosen(depth, 3, 0) > 0
     assert chosen(depth, 0, 0) == 0
-    assert [depth.rests(2), depth.rests(2)] == [True, False], "what was found begins anew"
+    assert [depth.rests(2) for _ in range(3)] == [True, True, False], "one find makes it a quarter of that"
+    assert chosen(depth, 3, 0) > 0 and chosen(depth, 3, 0) > 0
+    assert chosen(depth, 0, 0) == 0
+    assert [depth.rests(2), depth.rests(2)] == [True, False], "a text that repeats begins anew"
 
 
 def test_each_number_of_drafts_has_its_own_time():

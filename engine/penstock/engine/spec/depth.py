@@ -57,6 +57,8 @@ _WELCOME: Final = 0.125
 _SHORTEST_WAIT: Final = 2
 _LONGEST_WAIT: Final = 8
 """Steps for which a proposer that has found nothing is not asked again, at most: its text may begin to repeat at any token."""
+_SOONER: Final = 4
+"""Times as soon a proposer is asked again after a find: one among many look-ups in vain is no text that repeats."""
 _VAIN: Final = 0.005
 """Of the time of such steps that asking may take: who takes long to look up waits longer."""
 
@@ -304,7 +306,7 @@ class DraftDepth:
             self._next_rest = _LONGEST_REST
             self._begin_rest(_LONGEST_REST)
             return None
-        self._next_rest = 1
+        self._next_rest = max(self._next_rest // _SOONER, 1)
         return None if self._compared(best) else _likeliest(chances, best.drafts)
 
     def _compared(self, best: _Best) -> bool:
