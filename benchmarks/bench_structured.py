@@ -34,7 +34,7 @@ from penstock.engine.sampling import SamplingParams
 STREAMS, OUTPUT = 32, 64
 PASS_BYTES = 2**23
 """What a forward pass of the demo model reads and writes, about."""
-ROUNDS, QUICK_ROUNDS = 8, 2
+ROUNDS, QUICK_ROUNDS = 40, 2
 COLD, QUICK_COLD = 200, 30
 ITL_GATE, TTFT_GATE_MS = 1.05, 20.0
 TEXT = Grammar("json_schema", '{"type": "array", "items": {"type": "string"}, "minItems": 64}', "bench")

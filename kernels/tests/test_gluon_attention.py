@@ -2,6 +2,7 @@
 
 import inspect
 import textwrap
+from dataclasses import replace
 from types import FunctionType, SimpleNamespace
 
 import pytest
@@ -153,6 +154,7 @@ def test_pieces_side_by_side_are_the_matrix_that_is_multiplied(head_size, page):
 def test_layers_with_a_window_and_split_keys_are_tritons():
     shape = AttentionShape(4, 1, 64, 2)
     assert gluon_launches(shape, 1, 5000, 8192, 5000)[-1].gluon
+    assert not gluon_launches(replace(shape, windowed=True), 1, 5000, 8192, 5000)[-1].gluon
     assert not gluon_launches(shape, 1, 100, 131_072, 100)[-1].gluon and not gluon_launches(shape, 4, 1, 8192, 4)[-1].gluon
 
 

@@ -8,6 +8,8 @@ import re
 import sys
 from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
+from penstock.engine.config import AttentionBackendName, CudagraphMode, LoadFormat, LogprobsMode, RunnerType, SchedulingPolicy
+from penstock.engine.connectors.eviction import PolicyName
 from penstock.engine.foreign_flags import FlagParser
 from penstock.engine.quant.scheme import QuantizationName, StoredMethod
 from penstock.flag_values import count, not_negative, number, port, positive, share
@@ -225,15 +227,19 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
         default="auto",
         help="number type of the weights; auto: the checkpoint's",
     )
-    add("--load-format", choices=["auto", "safetensors", "dummy"], default="auto", help="dummy: random weights, for benchmarks")
+    add("--load-format", choices=get_args(LoadFormat), default="auto", help="dummy: random weights, for benchmarks")
     schemes = [*get_args(QuantizationName), *get_args(StoredMethod)]
     add(
         "--quantization",
         choices=schemes,
         help="store the weights in fewer bits, computed while loading; a quantized checkpoint needs none, or its method's name",
     )
-    runners = ["auto", "generate", "pooling"]
-    add("--runner", choices=runners, default="auto", help="generate: text; pooling: embeddings; auto: by the checkpoint")
+    add(
+        "--runner",
+        choices=get_args(RunnerType),
+        default="auto",
+        help="generate: text; pooling: embeddings; auto: by the checkpoint",
+    )
     add(
         "--device",
         choices=["auto", "cpu", "cuda"],
@@ -254,7 +260,7 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     add("--enable-chunked-prefill", action=argparse.BooleanOptionalAction, default=True, help="compute prompts in chunks")
     add(
         "--scheduling-policy",
-        choices=["fcfs", "priority"],
+        choices=get_args(SchedulingPolicy),
         default="fcfs",
         help="by arrival, or by priority first",
     )
@@ -304,7 +310,7 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     what = "when to load KV pages from these tiers: cost (where that is faster than to compute their tokens) or always"
     add("--kv-offload-loads", choices=["cost", "always"], default="cost", help=what)
     what = "which page leaves a tier that is full: lru (the least recently used one) or arc (adaptive)"
-    add("--kv-offload-eviction-policy", choices=["lru", "arc"], default="lru", help=what)
+    add("--kv-offload-eviction-policy", choices=get_args(PolicyName), default="lru", help=what)
     what = "requests that must have shown a block in their prompts before it is copied to host memory; 0 and 1: every block is"
     add("--kv-offload-threshold", type=count, default=0, metavar="REQUESTS", help=what)
     what = 'lend KV pages to other replicas or read theirs: \'{"kv_connector": "transfer", "kv_role": "kv_both"}\''
@@ -372,7 +378,7 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     add("--mm-processor-kwargs", type=_object, default={}, metavar="JSON", help=what)
     what = "host names from which images are fetched by HTTPS (None: images come inside requests alone)"
     add("--allowed-media-domains", nargs="+", metavar="HOST", help=what)
-    backends = ["triton", "flash_attn", "flashinfer", "torch", "gluon"]
+    backends = get_args(AttentionBackendName)
     what = 'enforcement of grammars, with vLLM\'s keys: \'{"backend": "xgrammar"}\''
     add("--structured-outputs-config", type=_object, default={}, metavar="JSON", help=what)
     what = 'speculative decoding, with vLLM\'s keys: \'{"method": "ngram", "num_speculative_tokens": 4}\''
@@ -384,7 +390,7 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     add("--attention-backend", choices=backends, help="attention kernels to use (None: the first that supports the model)")
     add("--prefill-attention-backend", choices=backends, help="the same for steps with prompts (None: as --attention-backend)")
     add("--enforce-eager", action="store_true", help="use no CUDA graphs: launch each kernel separately")
-    graphs = ["NONE", "PIECEWISE", "FULL", "FULL_AND_PIECEWISE"]
+    graphs = get_args(CudagraphMode)
     add("--cudagraph-mode", choices=graphs, help="parts of a step that CUDA graphs capture (None: FULL_AND_PIECEWISE on a GPU)")
     add(
         "--cudagraph-capture-sizes",
@@ -398,7 +404,7 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
         type=positive,
         help="largest size to capture (None: 512, or --max-num-seqs if that is larger)",
     )
-    modes = ["raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits"]
+    modes: tuple[LogprobsMode, ...] = get_args(LogprobsMode)
     add(
         "--logits-processors",
         nargs="+",

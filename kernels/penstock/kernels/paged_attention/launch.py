@@ -44,6 +44,8 @@ class AttentionShape:
     """Bytes an element of queries."""
     row_scales: bool = False
     """Whether each row of the cache has a scale. Such rows are loaded four bytes at a time, which takes registers."""
+    windowed: bool = False
+    """Whether a query sees a window of keys alone."""
 
     @property
     def group(self) -> int:
@@ -133,9 +135,9 @@ def fast_launches(
 def gluon_launches(
     shape: AttentionShape, num_requests: int, max_query_len: int, max_keys: int, num_tokens: int
 ) -> tuple[Launch, ...]:
-    """As `fast_launches`, but long requests whose keys are not split are the Gluon kernel's."""
+    """As `fast_launches`, but long requests whose keys are not split are the Gluon kernel's, unless they have windows."""
     *others, last = fast_launches(shape, num_requests, max_query_len, max_keys, num_tokens)
-    if last.search and last.splits == 1:
+    if last.search and last.splits == 1 and not shape.windowed:
         rows, stages = 128, 2 if shape.head_size == 128 else 4
         last = replace(last, block_m=rows, block_q=rows // shape.group, tile=128, num_warps=4, num_stages=stages, gluon=True)
     return *others, last

@@ -31,7 +31,6 @@ from penstock.kernels.paged_attention.launch import (
     AttentionWorkspace,
     LaunchTable,
     fast_launches,
-    gluon_launches,
     invariant_launches,
     merge_chunk,
     power_of_two,
@@ -231,7 +230,7 @@ def paged_attention(
         scale: See the reference.
         softcap: See the reference.
         sinks: See the reference.
-        table: How to launch. Of `gluon_launches`, layers with a window are launched by `fast_launches`.
+        table: How to launch.
         workspace: For what the table asks, ValueError where it is too small; None: allocated for the call.
         prefix: For batches that share a prefix, ValueError where it is too small; None: allocated for the call.
         out: See the reference.
@@ -242,10 +241,8 @@ def paged_attention(
         return latent_attention(q, kv_cache, batch, scale, value_size, out, scales, workspace, table is invariant_launches)
     num_heads, head_size = q.shape[1], q.shape[2]
     kv_heads, requests, tokens = kv_cache.shape[2], batch.num_requests, batch.num_tokens
-    shape = AttentionShape(num_heads, kv_heads, head_size, q.element_size(), kv_cache.dtype is SCALED)
+    shape = AttentionShape(num_heads, kv_heads, head_size, q.element_size(), kv_cache.dtype is SCALED, batch.window is not None)
     max_keys = batch.block_table.shape[1] * batch.block_size
-    if table is gluon_launches and batch.window is not None:
-        table = fast_launches
     launches = table(shape, requests, batch.max_query_len, max_keys, tokens)
     if workspace is None:
         workspace = AttentionWorkspace.of(shape, launches, requests, tokens, q.device)
