@@ -18,3 +18,7 @@ class PromptError(ValueError):
 
 class BundleError(ValueError):
     """Tokenizer or chat template files that cannot be used; the message names the file."""
+
+
+class BeyondError(Exception):
+    """Only Jinja can render this."""

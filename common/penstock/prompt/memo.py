@@ -10,7 +10,7 @@ import hashlib
 import struct
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from threading import Lock
 from typing import Any, Final, NamedTuple
 
@@ -57,22 +57,6 @@ class Unremembered(Exception):
     """The tokenizer would have to read more than it may."""
 
 
-class Rest(NamedTuple):
-    """What is not remembered of a text: all of it from some piece on."""
-
-    pieces: list[str]
-    encode: Callable[[list[str]], list[list[int]]]
-    """The tokens of each of some texts; raises `PromptError`."""
-    alone: bool
-    """The tokenizer itself adds special tokens, by a rule that is not known here."""
-    before: list[int]
-    """Special tokens before those of the first piece."""
-    after: list[int]
-    """Special tokens after those of the last."""
-    most: int | None
-    """Characters that may be tokenised; see `PrefixMemo.hashed`."""
-
-
 class PrefixMemo:
     """The prompts of one bundle. Thread-safe.
 
@@ -90,7 +74,6 @@ class PrefixMemo:
         self._cutter = Cutter(bundle.tokenizer)
         self._wrap = _special_ids(msgspec.json.decode(bundle.tokenizer).get("post_processor"))
         self._nodes: OrderedDict[bytes, Node] = OrderedDict()
-        self._named: Callable[[bytes], Sequence[bytes]] = _unpacked
         self._lock = Lock()
         self.bytes = 0
 
@@ -125,14 +108,6 @@ class PrefixMemo:
         self.processor.check_length(text, param)
         alone = special and self._wrap is None
         before, after = self._wrap if special and self._wrap is not None else ([], [])
-
-        def encode(texts: list[str]) -> list[list[int]]:
-            if most is not None and sum(map(len, texts)) > most:
-                raise Unremembered
-            return self.processor.encode_pieces(texts, alone, param)
-
-        if self._keeps_none(text, alone=alone):
-            return self._joined(self._encoded([], Rest([text], encode, alone, before, after, most), extra))
         pieces = [text] if alone else self._cutter.pieces(text)
         # Half of a surrogate pair, which is no text, is refused when it comes to be tokenised.
         encoded = [piece.encode(errors="surrogatepass") for piece in pieces]
@@ -141,20 +116,19 @@ class PrefixMemo:
             keys[-1] = hashlib.sha256(b"end" + keys[-1]).digest()
         nodes = self._known(keys)
         if len(nodes) < len(pieces):
-            added = self._encoded(nodes, Rest(pieces[len(nodes) :], encode, alone, [] if nodes else before, after, most), extra)
-            nodes += self._add(keys[len(nodes) :], added)
+            ids = self._encode(pieces[len(nodes) :], alone=alone, param=param, most=most)
+            if not nodes:
+                ids[0] = before + ids[0]
+            ids[-1] += after
+            nodes += self._add(keys[len(nodes) :], self._chained(nodes, ids, extra))
         return self._joined(nodes)
 
-    def _keeps_none(self, text: str, *, alone: bool) -> bool:
-        """Whether a text is hashed anew each time; `alone` as in `Rest`."""
-        return False
-
-    def _encoded(self, known: list[Node], rest: Rest, extra: ExtraKeys) -> list[Node]:
-        """The nodes of the rest of a text, which follow `known`; raises what `rest.encode` does."""
-        ids = rest.encode(rest.pieces)
-        ids[0] = rest.before + ids[0]
-        ids[-1] += rest.after
-        return self._chained(known, ids, extra)
+    def _encode(self, texts: list[str], *, alone: bool, param: str, most: int | None) -> list[list[int]]:
+        """The tokens of each of some texts; raises `PromptError`, and `Unremembered` where they have more than `most` characters.
+        `alone`: the tokenizer itself adds special tokens, by a rule that is not known here."""
+        if most is not None and sum(map(len, texts)) > most:
+            raise Unremembered
+        return self.processor.encode_pieces(texts, alone, param)
 
     def _with_images(self, path: str, ids: list[int], images: Sequence[ImagePart], extra: ExtraKeys) -> HashedPrompt:
         """The content of an image that has yet to be fetched is not known, and with it nothing that follows."""
@@ -183,7 +157,7 @@ class PrefixMemo:
         return self._joined(nodes)
 
     def _joined(self, nodes: list[Node]) -> HashedPrompt:
-        return HashedPrompt(nodes[-1].tokens if nodes else 0, self._named(b"".join([node.hashes for node in nodes])))
+        return HashedPrompt(nodes[-1].tokens if nodes else 0, _unpacked(b"".join([node.hashes for node in nodes])))
 
     def _known(self, keys: Sequence[bytes]) -> list[Node]:
         """The longest remembered run from the beginning."""

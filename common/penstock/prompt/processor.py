@@ -8,8 +8,9 @@ from tokenizers import Tokenizer
 from penstock.prompt.bundle import PromptBundle
 from penstock.prompt.errors import BundleError, PromptError
 from penstock.prompt.images import ImagePart, PlacedPrompt, place, read_mm_kwargs
-from penstock.prompt.messages import Conversation, normalize
+from penstock.prompt.messages import ROLES, Conversation, normalize
 from penstock.prompt.responses import as_chat, image_params, in_own_words
+from penstock.prompt.skeleton import Gap
 from penstock.prompt.template import ChatTemplate
 from penstock.prompt.tools import read_tools, template_variables
 from penstock.prompt.truncation import Truncation, read_truncation
@@ -23,6 +24,13 @@ PARAMS: Final = {CHAT_PATH: "messages", COMPLETIONS_PATH: "prompt", RESPONSES_PA
 """The field that holds the prompt."""
 MAX_PROMPTS: Final = {COMPLETIONS_PATH: 128, EMBEDDINGS_PATH: 2048}
 """Most prompts in one request. A body has room for millions, whose tokens would take minutes to count before they are refused."""
+CHANGES_CHATS: Final = frozenset(
+    (
+        *("tools", "chat_template_kwargs", "reasoning_effort", "add_generation_prompt", "continue_final_message"),
+        *("add_special_tokens", "truncate_prompt_tokens", "truncation_side", "mm_processor_kwargs"),
+    )
+)
+"""The fields of a chat besides `messages` that change its prompt, or for which it is refused."""
 _HANDED_CHARACTERS: Final = 4096
 """Characters of a batch from which on the tokenizer's own threads read it faster."""
 COMPLETION_DEFAULT_TOKENS: Final = 16
@@ -86,7 +94,7 @@ class PromptProcessor:
     def check_length(self, text: str, param: str) -> None:
         """Refuse texts that are too long for any tokenization, before the costly encoding: each token stands for a bounded number
         of characters."""
-        if len(text) > self.bundle.max_model_len * self._longest_token:
+        if len(text) > self.most_characters:
             raise PromptError(
                 f"{param} has {len(text)} characters; at most {self._longest_token} a token, that is more than "
                 f"the model's context of {self.bundle.max_model_len} tokens",
@@ -127,6 +135,22 @@ class PromptProcessor:
         text = self._template.render(messages, tools=tools or None, add_generation_prompt=begin, **variables)
         text = _continued(text, _last_text(messages[-1]["content"])) if continued else text
         return text.replace(self._image_token, self._in_full) if self._in_full != self._image_token else text
+
+    def skeleton(self, messages: Sequence[tuple[str, bool]]) -> tuple[str | Gap, ...] | None:
+        """The text that `render_chat` makes of all bodies without a field of `CHANGES_CHATS` whose messages have these roles, a
+        content and nothing else. None where it is not so simple.
+
+        Args:
+            messages: The role of each, and whether its content is empty.
+        """
+        if self._template is None or self.bundle.images is not None or not all(role in ROLES for role, _ in messages):
+            return None
+        return self._template.skeleton(messages, tools=None, add_generation_prompt=True)
+
+    @property
+    def most_characters(self) -> int:
+        """Characters of the longest text that may fit into the context."""
+        return self.bundle.max_model_len * self._longest_token
 
     def _as_chat(self, body: Mapping[str, Any]) -> dict[str, Any]:
         return as_chat(body, reads_images=self.bundle.images is not None)

@@ -9,11 +9,15 @@ plain for requests without tools.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from itertools import count
-from typing import Any, Final, NoReturn
+from typing import Any, Final, NamedTuple, NoReturn
 
 from jinja2 import nodes
 from jinja2.idtracking import VAR_LOAD_RESOLVE, symbols_for_node
 from jinja2.runtime import Undefined
+
+from penstock.prompt import skeleton
+from penstock.prompt.errors import BeyondError
+from penstock.prompt.skeleton import Content
 
 OF_DICTIONARIES: Final = frozenset(dir(dict))
 _UNDEFINED: Final = Undefined()
@@ -26,11 +30,11 @@ _TESTS: Final = {
     "defined": "(not isinstance({}, Undefined))",
     "undefined": "isinstance({}, Undefined)",
     "none": "({} is None)",
-    "string": "isinstance({}, str)",
+    "string": "isinstance({}, TEXTS)",
     "true": "({} is True)",
     "false": "({} is False)",
 }
-_FILTERS: Final = {"trim": "text({}).strip()", "length": "len(sized({}))"}
+_FILTERS: Final = {"trim": "trimmed({})", "length": "len(sized({}))"}
 _METHODS: Final = frozenset({"startswith", "endswith", "strip", "lstrip", "rstrip", "split"})
 _LOOP: Final = {
     "index0": "at{0}",
@@ -44,12 +48,13 @@ _WHOLE: Final = (nodes.Extends, nodes.Block, nodes.Include, nodes.Import, nodes.
 """With these a template is more than its body."""
 
 
-class BeyondError(Exception):
-    """Only Jinja can render this."""
+class Straight(NamedTuple):
+    """The function of a template, given the variables. Raises `BeyondError`, or what an expression raises: then the text is
+    Jinja's."""
 
-
-Straight = Callable[[Mapping[str, Any]], str]
-"""The text, given the variables. Raises `BeyondError`, or what an expression raises: then the text is Jinja's."""
+    text: Callable[[Mapping[str, Any]], str]
+    parts: Callable[[Mapping[str, Any]], Content]
+    """The same where a `Content` stands for each message's."""
 
 
 def straight(tree: nodes.Template, known: Mapping[str, Any]) -> Straight | None:
@@ -69,13 +74,17 @@ def straight(tree: nodes.Template, known: Mapping[str, Any]) -> Straight | None:
         return None
     space: dict[str, Any] = {"beyond": _beyond, "field": _field, "item": _item, "text": _text, "sized": _sized, "listed": _listed}
     space |= {"Space": _Space, "spaced": _spaced, "Undefined": Undefined, "UNDEFINED": _UNDEFINED, "ELSEWHERE": elsewhere}
+    of_text: dict[str, Any] = space | {"written": str, "joined": "".join, "trimmed": _trimmed, "TEXTS": str}
+    of_parts: dict[str, Any] = space | {"TEXTS": (str, Content)}
+    of_parts |= {"written": skeleton.written, "joined": skeleton.joined, "trimmed": skeleton.trimmed}
     # Names come from Jinja's parser, constants are written by `repr`: nothing else of the template is in the source.
     try:
-        source = "\n".join(_Writer(known.keys() | macros).function(tree, of_body))
-        exec(compile(source, "<straight template>", "exec"), space)
+        code = compile("\n".join(_Writer(known.keys() | macros).function(tree, of_body)), "<straight template>", "exec")
     except (SyntaxError, RecursionError):  # too much within each other
         return None
-    return space["render"]
+    exec(code, of_text)
+    exec(code, of_parts)
+    return Straight(of_text["render"], of_parts["render"])
 
 
 class _Scope:
@@ -109,7 +118,7 @@ class _Writer:
                 f"{variable} = given.get({name!r}, UNDEFINED)" if how == VAR_LOAD_RESOLVE else f"{variable} = UNDEFINED"
             )
         names = [f"g_{name} = given.get({name!r}, UNDEFINED)" for name in sorted(self._given)]
-        return ["def render(given):", *_indented([*begins, *names, *body, "return ''.join(out)"])]
+        return ["def render(given):", *_indented([*begins, *names, *body, "return joined(out)"])]
 
     def _all(self, body: Sequence[nodes.Node], scope: _Scope) -> Iterator[str]:
         for node in body:
@@ -136,7 +145,11 @@ class _Writer:
 
     def _output(self, parts: Sequence[nodes.Expr], scope: _Scope) -> Iterator[str]:
         for part in parts:
-            yield f"add({part.data!r})" if isinstance(part, nodes.TemplateData) else f"add(str({self._expression(part, scope)}))"
+            yield (
+                f"add({part.data!r})"
+                if isinstance(part, nodes.TemplateData)
+                else f"add(written({self._expression(part, scope)}))"
+            )
 
     def _if(self, node: nodes.If, scope: _Scope) -> Iterator[str]:
         for word, branch in [("if", node), *(("elif", other) for other in node.elif_)]:
@@ -177,7 +190,7 @@ class _Writer:
             case nodes.List():
                 return f"[{', '.join(self._expression(entry, scope) for entry in node.items)}]"
             case nodes.Concat():
-                return f"''.join([{', '.join(f'str({self._expression(part, scope)})' for part in node.nodes)}])"
+                return f"joined([{', '.join(f'written({self._expression(part, scope)})' for part in node.nodes)}])"
             case nodes.Not():
                 return f"(not {self._expression(node.node, scope)})"
             case nodes.Neg():
@@ -196,6 +209,8 @@ class _Writer:
                 node.name in _FILTERS and node.node is not None
             ):
                 return _FILTERS[node.name].format(self._expression(node.node, scope))
+            case nodes.Call(node=nodes.Getattr(attr="strip") as of, args=[], kwargs=[], dyn_args=None, dyn_kwargs=None):
+                return f"trimmed({self._expression(of.node, scope)})"
             case nodes.Call(node=nodes.Getattr(attr=attr) as of, kwargs=[], dyn_args=None, dyn_kwargs=None) if attr in _METHODS:
                 arguments = ", ".join(self._expression(argument, scope) for argument in node.args)
                 return f"text({self._expression(of.node, scope)}).{attr}({arguments})"
@@ -283,6 +298,10 @@ def _listed(value: Any) -> list[Any]:
 
 def _text(value: Any) -> str:
     return value if type(value) is str else _beyond()
+
+
+def _trimmed(value: Any) -> str:
+    return _text(value).strip()
 
 
 def _sized(value: Any) -> Any:

@@ -13,8 +13,9 @@ from jinja2.meta import find_undeclared_variables
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from penstock.prompt.errors import BundleError, PromptError
-from penstock.prompt.straight import OF_DICTIONARIES, BeyondError, straight
+from penstock.prompt.errors import BeyondError, BundleError, PromptError
+from penstock.prompt.skeleton import Content, Gap
+from penstock.prompt.straight import OF_DICTIONARIES, straight
 
 # What the expressions of a template raise on messages that its author did not foresee.
 _RENDER_ERRORS = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
@@ -79,11 +80,28 @@ class ChatTemplate:
         given = {**self._special_tokens, "messages": messages, **variables}
         if self._straight is not None:
             with contextlib.suppress(BeyondError, *_RENDER_ERRORS):  # Jinja renders what is beyond it, and says what is wrong
-                return self._straight(given)
+                return self._straight.text(given)
         try:
             return self._template.render(given)
         except _RENDER_ERRORS as error:
             raise PromptError(f"the model's chat template refuses these messages: {error}", "messages") from None
+
+    def skeleton(self, messages: Sequence[tuple[str, bool]], **variables: Any) -> tuple[str | Gap, ...] | None:
+        """What `render` makes of all messages with these roles and no other field but a content; None where that depends on the
+        contents.
+
+        Args:
+            messages: The role of each, and whether its content is empty.
+            variables: As in `render`.
+        """
+        if self._straight is None:
+            return None
+        stand_ins = [
+            {"role": role, "content": Content((Gap(at, False),), not empty)} for at, (role, empty) in enumerate(messages)
+        ]
+        with contextlib.suppress(BeyondError, *_RENDER_ERRORS):
+            return self._straight.parts({**self._special_tokens, "messages": stand_ins, **variables}).parts
+        return None
 
 
 def _takes_parts(tree: nodes.Node) -> bool:

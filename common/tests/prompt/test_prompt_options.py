@@ -8,7 +8,9 @@ import pytest
 
 from penstock.prompt.bundle import PromptBundle
 from penstock.prompt.errors import PromptError
-from penstock.prompt.processor import CHAT_PATH, COMPLETIONS_PATH, EMBEDDINGS_PATH, RESPONSES_PATH, PromptProcessor
+from penstock.prompt.hashing import ExtraKeys
+from penstock.prompt.memo import PrefixMemo
+from penstock.prompt.processor import CHANGES_CHATS, CHAT_PATH, COMPLETIONS_PATH, EMBEDDINGS_PATH, RESPONSES_PATH, PromptProcessor
 
 TEMPLATE = (
     "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}{{ reasoning_effort }}{{ style }}{% for m in messages %}"
@@ -211,3 +213,25 @@ def test_an_empty_prompt_among_several_is_named_by_its_place(bundle: PromptBundl
         with pytest.raises(PromptError) as refused:
             processor.tokens_of(path, body)
         assert refused.value.param == param
+
+
+def test_what_changes_a_chat_is_known(bundle: PromptBundle) -> None:
+    asked = set[str]()
+
+    class Heard(dict[str, Any]):
+        def get(self, name: str, default: Any = None) -> Any:
+            asked.add(name)
+            return super().get(name, default)
+
+        def __getitem__(self, name: str) -> Any:
+            asked.add(name)
+            return super().__getitem__(name)
+
+        def __contains__(self, name: object) -> bool:
+            asked.add(str(name))
+            return super().__contains__(name)
+
+    body = Heard({"messages": [{"role": "user", "content": "the mill"}]})
+    PrefixMemo(PromptProcessor(bundle)).hashed(CHAT_PATH, body, ExtraKeys())
+    PromptProcessor(bundle).tokens_of(CHAT_PATH, body)
+    assert asked == CHANGES_CHATS | {"messages"}

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.prompt.errors import PromptError
-from penstock.prompt.straight import BeyondError
+from penstock.prompt.errors import BeyondError, PromptError
+from penstock.prompt.skeleton import Gap
 from penstock.prompt.template import ChatTemplate
 
 ROOT = Path(__file__).parents[3]
@@ -150,7 +150,7 @@ def test_usual_requests_need_no_jinja(kind: str) -> None:
     roles = ("user", "assistant", "user")
     given = {"messages": [{"role": role, "content": "the mill"} for role in roles], "tools": None, "add_generation_prompt": True}
     try:
-        plain = "mill" in straight(TOKENS | given)
+        plain = "mill" in straight.text(TOKENS | given)
     except BeyondError:
         plain = False
     assert plain == (kind in PLAIN)
@@ -209,3 +209,63 @@ def test_corners_are_as_jinja_has_them(source: str) -> None:
     with patch("penstock.prompt.template.straight", lambda *_: None):
         jinjas = ChatTemplate(source, {})
     assert outcome(ChatTemplate(source, {}), messages, {}) == outcome(jinjas, messages, {})
+
+
+def filled(parts: tuple[str | Gap, ...], contents: list[str]) -> str:
+    def text(gap: Gap) -> str:
+        return contents[gap.message].strip() if gap.trimmed else contents[gap.message]
+
+    return "".join(part if isinstance(part, str) else text(part) for part in parts)
+
+
+COPIES = TEMPLATES.keys() - {"odd", "branches", "Qwen 3"}
+"""Those that only copy usual contents."""
+
+
+@pytest.mark.parametrize("kind", sorted(TEMPLATES))
+def test_what_stands_around_contents_is_the_same_for_all_of_one_shape(kind: str) -> None:
+    template = ChatTemplate(TEMPLATES[kind], TOKENS)
+    with patch("penstock.prompt.template.straight", lambda *_: None):
+        jinjas = ChatTemplate(TEMPLATES[kind], TOKENS)
+    assert jinjas.skeleton([("user", False)]) is None
+    roles = st.sampled_from(["system", "user", "assistant", "tool"])
+
+    @settings(max_examples=300)
+    @given(st.lists(st.tuples(roles, texts), min_size=1, max_size=5), st.booleans())
+    def check(messages: list[tuple[str, str]], begin: bool) -> None:
+        contents = [content for _, content in messages]
+        parts = template.skeleton([(role, not content) for role, content in messages], tools=None, add_generation_prompt=begin)
+        if parts is not None:
+            given = [{"role": role, "content": content} for role, content in messages]
+            assert filled(parts, contents) == jinjas.render(given, tools=None, add_generation_prompt=begin)
+
+    check()
+    usual = [("user", False), ("assistant", False), ("user", False)]
+    assert (template.skeleton(usual, tools=None, add_generation_prompt=True) is not None) == (kind in COPIES)
+
+
+TELLS_NOTHING = {
+    "{{ a }}{{ 'x' ~ a }}{{ a + 'y' }}{{ 'x' + a + b }}{{ a | trim }}{{ b.strip() }}",
+    "{{ a is string }}{{ a is defined }}{{ a is none }}{{ 'full' if a else 'empty' }}{{ a ~ '' and 'x' }}{{ not b }}",
+    "{% set c = a ~ 'x' %}{{ c }}{% if c %}{{ b }}{% endif %}",
+    "{% if a | trim is string %}{{ a }}{% endif %}",
+}
+TELLS = {
+    "{{ a == 'x' }}", "{{ a != b }}", "{{ a in 'xyz' }}", "{{ a in ['x'] }}", "{{ 'x' in a }}", "{{ a < 'x' }}", "{{ a * 2 }}",
+    "{{ '%s' % a }}", "{{ a % 1 }}", "{{ a[0] }}", "{{ a[1:] }}", "{% for x in a %}{{ x }}{% endfor %}", "{{ messages[0] }}",
+    "{{ a.split('x') }}", "{{ a.strip('x') }}", "{{ (a ~ 'x') | trim }}", "{{ 'x' if a | trim }}", "{{ a.upper() }}", "{{ a.x }}",
+    "{{ messages[a] }}", "{{ a + 1 }}", "{{ 1 + a }}", "{{ [a] }}", "{{ a | length }}",
+    "{{ messages[0] == messages[1] }}", "{{ (a ~ b) == 'x' }}",
+    "{% set c = namespace(d=a) %}{{ c.d == 'x' }}", "{{ ('x' ~ a) in 'xyz' }}", "{{ a | upper }}", "{{ -a }}", "{{ {a: 1} }}",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("source", sorted(TELLS_NOTHING | TELLS))
+def test_only_contents_that_are_copied_leave_a_skeleton(source: str) -> None:
+    template = ChatTemplate("{% set a = messages[0].content %}{% set b = messages[1].content %}" + source, {})
+    shape = [("user", False), ("user", True)]
+    parts = template.skeleton(shape)
+    assert (parts is not None) == (source in TELLS_NOTHING)
+    for contents in ([" x\n", ""], ["y", ""], ["\x1c", ""]):
+        if parts is not None:
+            assert filled(parts, contents) == template.render([{"role": "user", "content": content} for content in contents])

@@ -122,6 +122,11 @@ fn ends(text: &str, at: usize) -> bool {
     before.is_ascii_alphabetic() || (before.is_ascii_graphic() && text.as_bytes()[at] == b' ')
 }
 
+/// Whether a word ends at `at`, wherever no text apart is.
+pub fn ends_word(text: &str, at: usize) -> bool {
+    matches!(text.as_bytes()[at], b' ' | b'\n') && ends(text, at)
+}
+
 /// Which of the first bytes of `rest` are spaces or line feeds.
 fn marks(rest: &[u8]) -> u64 {
     let mut block = [0; BLOCK];

@@ -4,6 +4,7 @@
 mod arrays;
 mod bookings;
 mod bpe;
+mod chats;
 mod choice;
 mod coming;
 mod cuts;
@@ -14,6 +15,7 @@ mod hashing;
 mod index;
 mod messages;
 mod pick;
+mod prefixes;
 mod price;
 mod report;
 mod residency;
@@ -48,7 +50,7 @@ fn chain<'py>(
 #[pymodule]
 fn penstock_gateway_native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     // Number of the interface in `penstock.gateway.picker.compiled`.
-    module.add("INTERFACE", 12)?;
+    module.add("INTERFACE", 13)?;
     module.add("VERSION", env!("CARGO_PKG_VERSION"))?;
     module.add("FIGURES", price::FIGURES)?;
     module.add_class::<bookings::Bookings>()?;

@@ -2,6 +2,7 @@
 
 import json
 import random
+from array import array
 from typing import Any
 
 import pytest
@@ -11,8 +12,8 @@ from picker.test_compiled_texts import DEEPSEEK, LLAMA3, O200K, byte_level, comp
 from tokenizers import Tokenizer
 
 from benchmarks.gatewaybench.texts import checkpoint
-from penstock.gateway.load.merges import merges_of
-from penstock.gateway.picker.compiled import MODULE
+from penstock.gateway.load.merges import Merges, merges_of
+from penstock.gateway.picker.compiled import MODULE, TextHasher
 from penstock.prompt import cuts
 from penstock.prompt.cuts import Cutter
 
@@ -21,6 +22,7 @@ READ_RANGES = ("\0\x7f", "ÀÖ", "Øö", "øÿ", "Ая", "ぁゖ", "ァヺ", "�
 READ = "".join(chr(number) for first, last in READ_RANGES for number in range(ord(first), ord(last) + 1))
 """What is read: of the long ranges their ends."""
 BLOCK_TOKENS = 1
+ROOT = bytes(32)
 REST = r"[^\r\n\p{L}\p{N}]?\p{L}+|\s+"
 
 
@@ -59,10 +61,9 @@ def test_words_that_are_read_have_the_tokenizers_tokens(kind: str) -> None:
 
     def check(words: str) -> None:
         ids = tokenizer.encode(words, add_special_tokens=False).ids
-        hasher = compiled().TextHasher(BLOCK_TOKENS, [], merges)  # remembers no word
-        [(count, hashes, _)] = hasher.hashed([words], refuse, True, None, [], [], b"", [], b"", b"")
-        [(_, expected, _)] = hasher.hashed([words], lambda _: [ids], False, None, [], [], b"", [], b"", b"")
-        assert (count, hashes) == (len(ids), expected), repr(words)
+        count, hashes = hasher(BLOCK_TOKENS, merges).text(words, refuse, None, b"", b"", [], [])  # remembers no word
+        expected = compiled().chain(ROOT, array("I", ids), BLOCK_TOKENS, b"", b"")
+        assert (count, list(hashes)) == (len(ids), expected), repr(words)
 
     chance = random.Random(0)
     for char in READ:
@@ -70,6 +71,10 @@ def test_words_that_are_read_have_the_tokenizers_tokens(kind: str) -> None:
     parts = st.sampled_from([" ", " ", "  ", "\n", "'LL", "the", "river,", " mill", "état", "xyzzy"])
     mixed = st.lists(st.text(READ, max_size=3) | parts, min_size=1, max_size=20).map("".join)
     settings(max_examples=5 if kind.startswith("with") else 40)(given(mixed)(lambda words: check(words) if words else None))()
+
+
+def hasher(block_size: int, merges: Merges | None) -> TextHasher:
+    return compiled().TextHasher(block_size, ROOT, [], merges, bytes(16), 2_048, 0)
 
 
 def refuse(texts: list[str]) -> list[list[int]]:
@@ -84,14 +89,13 @@ def test_what_merges_do_not_tell_is_asked_for() -> None:
         asked.extend(texts)
         return [[0] for _ in texts]
 
-    hasher = compiled().TextHasher(4, [], merges_of(text))
-    hasher.hashed(["e\u0301, river x<mask> " + "a" * 257], encode, True, None, [], [], b"", [], b"", b"")
+    texts = hasher(4, merges_of(text))
+    texts.text("e\u0301, river x<mask> " + "a" * 257, encode, None, b"", b"", [], [])
     assert asked == ["e\u0301,", " x<mask>", " " + "a" * 257]
     asked.clear()
-    hasher.hashed(["the mill turns"], encode, True, 13, [], [], b"", [], b"", b"")
+    texts.text("the mill turns", encode, 13, b"", b"", [], [])
     assert asked == ["the", " mill", " turns"]
-    hasher = compiled().TextHasher(4, [], merges_of(text))
-    hasher.hashed(["the mill turns"], refuse, True, 14, [], [], b"", [], b"", b"")
+    hasher(4, merges_of(text)).text("the mill turns", refuse, 14, b"", b"", [], [])
 
 
 def test_tokenizers_that_are_no_plain_byte_level_bpe_are_asked() -> None:
@@ -136,6 +140,6 @@ def test_merges_without_their_tokens_are_an_error() -> None:
     merges = merges_of(byte_level(LLAMA3).to_str())
     assert merges is not None
     with pytest.raises(ValueError, match="the vocabulary has no token Ā"):
-        compiled().TextHasher(4, [], merges._replace(vocabulary={}, merges=[]))
+        hasher(4, merges._replace(vocabulary={}, merges=[]))
     with pytest.raises(ValueError, match="arsing error"):
-        compiled().TextHasher(4, [], merges._replace(patterns=["("]))
+        hasher(4, merges._replace(patterns=["("]))

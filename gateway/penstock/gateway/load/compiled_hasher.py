@@ -1,15 +1,23 @@
 """Block hashes, and what is remembered of texts, in compiled form."""
 
+import os
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, Final
 
 from penstock.gateway.load.merges import merges_of
-from penstock.gateway.picker.compiled import Compiled
+from penstock.gateway.picker.compiled import Compiled, TextHasher
 from penstock.prompt import cuts
 from penstock.prompt.bundle import PromptBundle
-from penstock.prompt.hashing import DIGEST_BYTES, BlockHasher, ExtraKeys, every_key, first_keys
-from penstock.prompt.memo import MAX_BYTES, Node, PrefixMemo, Rest
-from penstock.prompt.processor import PromptProcessor
+from penstock.prompt.hashing import BlockHasher, ExtraKeys, every_key, first_keys
+from penstock.prompt.memo import MAX_BYTES, HashedPrompt, PrefixMemo
+from penstock.prompt.processor import CHANGES_CHATS, CHAT_PATH, PARAMS, PromptProcessor, TextPrompt
+
+OF_OTHERS: Final = 4
+"""Of what may be remembered, a fourth is for prompts that are not the package's: those with images, and in token ids."""
+KEY_BYTES: Final = 16
+"""Of the key by which the package names pieces of texts."""
 
 
 class CompiledHasher(BlockHasher):
@@ -30,44 +38,38 @@ class CompiledHasher(BlockHasher):
 
 
 class CompiledMemo(PrefixMemo):
-    """A memo that goes from a text to its hashes in one call, asks the tokenizer only for words that it neither remembers nor can
-    read by the merges, and makes no list of the tokens."""
+    """A memo that goes from a usual chat or a text to its hashes in one call, asks the tokenizer only for words that it neither
+    remembers nor can read by the merges, and makes no list of the tokens. What it knows of such texts is the package's."""
 
     def __init__(self, processor: PromptProcessor, compiled: Compiled, max_bytes: int = MAX_BYTES) -> None:
-        hasher = CompiledHasher(processor.bundle, compiled)
-        super().__init__(processor, max_bytes, hasher)
-        self._root = hasher.root
-        self._named = compiled.BlockHashes
-        merges = merges_of(processor.bundle.tokenizer) if self._cutter.by_words else None
-        self._texts = compiled.TextHasher(hasher.block_size, self._cutter.apart, merges)
-
-    def _keeps_none(self, text: str, *, alone: bool) -> bool:
-        """Where words are remembered, to hash a text of one piece costs less than to keep it. Only its like would find it."""
-        return not alone and self._cutter.by_words and len(text) <= cuts.MIN_PIECE
-
-    def _encoded(self, known: list[Node], rest: Rest, extra: ExtraKeys) -> list[Node]:
-        """The nodes of the rest of a text, in one call of the package; see `PrefixMemo`."""
-        tokens, parent, tail = (known[-1].tokens, known[-1].parent, known[-1].tail) if known else (0, None, ())
-        by_words = self._cutter.by_words and not rest.alone
-        first = first_keys(extra) if parent is None else b""
-        try:
-            hashed = self._texts.hashed(
-                rest.pieces,
-                rest.encode,
-                by_words,
-                rest.most,
-                rest.before,
-                rest.after,
-                parent or self._root,
-                tail,
-                every_key(extra),
-                first,
+        hasher, tokenizer = CompiledHasher(processor.bundle, compiled), processor.bundle.tokenizer
+        super().__init__(processor, max_bytes // OF_OTHERS, hasher)
+        of_texts, key, apart = max_bytes - max_bytes // OF_OTHERS, os.urandom(KEY_BYTES), self._cutter.apart
+        self._texts: TextHasher | None = None
+        if self._cutter.by_words:
+            self._texts = compiled.TextHasher(
+                hasher.block_size, hasher.root, apart, merges_of(tokenizer), key, cuts.MIN_PIECE, of_texts
             )
+
+    def hashed(self, path: str, body: Mapping[str, Any], extra: ExtraKeys, most: int | None = None) -> list[HashedPrompt]:
+        """As of any memo; of a usual chat in one call of the package."""
+        if path == CHAT_PATH and self._texts is not None and CHANGES_CHATS.isdisjoint(body):
+            processor, encode = self.processor, partial(self._encode, alone=False, param=PARAMS[path], most=most)
+            every, first = every_key(extra), first_keys(extra)
+            messages, longest = body.get(PARAMS[path]), processor.most_characters
+            found = self._texts.chat(messages, processor.skeleton, longest, encode, most, every, first)
+            if found is not None:
+                return [HashedPrompt(*found)]
+        return super().hashed(path, body, extra, most)
+
+    def _text(self, prompt: TextPrompt, extra: ExtraKeys, most: int | None) -> HashedPrompt:
+        text, special, param = prompt
+        wrap = self._wrap if special else ([], [])
+        if self._texts is None or wrap is None:
+            return super()._text(prompt, extra, most)
+        self.processor.check_length(text, param)
+        encode = partial(self._encode, alone=False, param=param, most=most)
+        try:
+            return HashedPrompt(*self._texts.text(text, encode, most, every_key(extra), first_keys(extra), *wrap))
         except UnicodeEncodeError:
-            return super()._encoded(known, rest, extra)  # which refuses it by name
-        added: list[Node] = []
-        for count, hashes, last in hashed:
-            tokens += count
-            parent = hashes[-DIGEST_BYTES:] if hashes else parent
-            added.append(Node(tokens, hashes, parent, tuple(last)))
-        return added
+            return super()._text(prompt, extra, most)  # which refuses it by name

@@ -18,42 +18,65 @@ from penstock.gateway.picker.figures import Figures, Floats, Rates
 from penstock.gateway.residency.index import MAX_BLOCKS, MAX_BLOCKS_PER_REPLICA, Knowledge, ResidencyIndex
 
 PACKAGE, MODULE = "penstock-gateway-native", "penstock_gateway_native"
-INTERFACE = 12
+INTERFACE = 13
 """Number of what follows; rises with each change of it. A package with another number is not used."""
 
 log = logging.getLogger(__name__)
 
 
-class TextHasher(Protocol):
-    """Hashes texts of one tokenizer, and remembers the tokens of their words. Thread-safe."""
+Encode = Callable[[list[str]], list[list[int]]]
+"""The tokens of each of some texts."""
 
-    def hashed(
+
+class TextHasher(Protocol):
+    """Hashes texts of one tokenizer that `penstock.prompt.cuts.Cutter.by_words` cuts; remembers the tokens of their words, and
+    their beginnings. Thread-safe."""
+
+    held: int
+    """Bytes of what it remembers of beginnings."""
+
+    def text(
         self,
-        pieces: Sequence[str],
-        encode: Callable[[list[str]], list[list[int]]],
-        by_words: bool,
+        text: str,
+        encode: Encode,
         most: int | None,
-        before: Sequence[int],
-        after: Sequence[int],
-        parent: bytes,
-        tail: Sequence[int],
         every: bytes,
         first: bytes,
-    ) -> list[tuple[int, bytes, list[int]]]:
-        """Of each piece of a text the number of its tokens, the hashes of the blocks that it completes, concatenated, and the
-        tokens after them. Raises `UnicodeEncodeError` for half of a surrogate pair, and what `encode` raises.
+        before: Sequence[int],
+        after: Sequence[int],
+    ) -> tuple[int, Sequence[bytes]]:
+        """The number of tokens of a text, and the hashes of its blocks. Raises `UnicodeEncodeError` for half of a surrogate pair,
+        and what `encode` raises.
 
         Args:
-            pieces: In order; the tokens of the text are those of its pieces.
-            encode: The tokens of each of these texts, which are pieces, or words of pieces that are not remembered.
-            by_words: Whether pieces may be cut between words; see `penstock.prompt.cuts.Cutter.by_words`.
+            text: Any.
+            encode: Is asked for words that are not remembered.
             most: Bytes of words that are not remembered up to which they are read by the merges; None: there is no limit.
-            before: Tokens before those of the first piece.
-            after: Tokens after those of the last.
-            parent: Hash of the block before, or the root.
-            tail: Tokens after that block.
             every: What each block holds behind its tokens.
-            first: What the first block holds besides; empty where `parent` is not the root.
+            first: What the first block holds besides.
+            before: Tokens before those of the text.
+            after: Tokens after those of the text.
+        """
+        ...
+
+    def chat(
+        self,
+        messages: object,
+        skeleton: Callable[[Sequence[tuple[str, bool]]], Sequence[str | tuple[int, bool]] | None],
+        longest: int,
+        encode: Encode,
+        most: int | None,
+        every: bytes,
+        first: bytes,
+    ) -> tuple[int, Sequence[bytes]] | None:
+        """The same of a chat's text. None where that is not for the package: messages that have more than a role and a content or
+        are otherwise unusual, a text that is long or empty, a template that does more than to copy contents.
+
+        Args:
+            messages: Of the body.
+            skeleton: `penstock.prompt.processor.PromptProcessor.skeleton`, which is asked once for chats of one shape.
+            longest: Bytes of a text that is not too long.
+            encode: As in `text`, as `most`, `every` and `first`.
         """
         ...
 
@@ -222,13 +245,26 @@ class Compiled(Protocol):
         """The names of blocks, which are concatenated in `packed`, for a `ResidencyIndex` that need not look at each."""
         ...
 
-    def TextHasher(self, block_size: int, apart: Sequence[str], merges: tuple[Any, ...] | None) -> TextHasher:
+    def TextHasher(
+        self,
+        block_size: int,
+        root: bytes,
+        apart: Sequence[str],
+        merges: tuple[Any, ...] | None,
+        key: bytes,
+        piece: int,
+        most_bytes: int,
+    ) -> TextHasher:
         """A `TextHasher` that remembers nothing yet. Raises `ValueError` for merges that are none.
 
         Args:
             block_size: In tokens.
+            root: The parent of first blocks.
             apart: `penstock.prompt.cuts.Cutter.apart`.
             merges: A `penstock.gateway.load.merges.Merges`; None: new words are for the tokenizer.
+            key: Secret; names what is remembered of texts.
+            piece: Bytes of a piece of a text, at least. A text of fewer is not remembered.
+            most_bytes: Of what is remembered of their beginnings.
         """
         ...
 
