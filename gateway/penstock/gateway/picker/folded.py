@@ -60,11 +60,11 @@ class Folded:
         self._of: tuple[Rates, int] | None = None
 
     def mark(self, row: int) -> None:
-        """See `Folding`."""
+        """Keep the row among those that the next `table` folds anew."""
         self._changed.add(row)
 
     def table(self, rates: Rates, block_size: int, now: float) -> Floats:
-        """See `Folding`."""
+        """See `Folding`: of a few changed rows those alone are folded, else all."""
         same = self._of is not None and self._of[0] is rates and self._of[1] == block_size
         if not same or len(self._changed) > _FEW:
             self._of = rates, block_size
