@@ -8,6 +8,7 @@ use pyo3::types::PyDict;
 use crate::arrays::{Table, writable};
 use crate::index::ResidencyIndex;
 use crate::price::{self, Rates};
+use crate::report::Said;
 
 /// The figures of the replicas of one model, and what they fold into.
 #[pyclass]
@@ -74,6 +75,54 @@ impl Folded {
         if self.changed.len() <= self.few && !self.changed.contains(&row) {
             self.changed.push(row);
         }
+    }
+
+    /// The newest report of the replica in `row`, received at `at`: `penstock.gateway.picker.columns.Columns.report`. False, and
+    /// nothing is written, where it is the first one, or there are adapters. `rates` are the common speed of prefill and the common
+    /// step, `transfer` what a transfer takes where none was measured.
+    fn report(
+        &mut self,
+        py: Python<'_>,
+        row: usize,
+        report: &Said,
+        at: f64,
+        rates: (f64, f64),
+        transfer: (f64, f64),
+    ) -> PyResult<bool> {
+        let [_, _, running, most, usage, blocks, reclaimable, backlog, speed, step_s, transfer_s, per_token, slots] =
+            report.read();
+        let figures = self.figures(py)?;
+        if row >= figures.rows || figures.at(price::HEARD_AT, row) == f64::NEG_INFINITY {
+            return Ok(false);
+        }
+        if slots != 0.0 || figures.at(price::LORA_SLOTS, row) != 0.0 {
+            return Ok(false);
+        }
+        let measured = transfer_s != 0.0 || per_token != 0.0;
+        let transfer = if measured { (transfer_s, per_token) } else { transfer };
+        for (figure, value) in [
+            (price::HEARD_AT, at),
+            (price::RUNNING, running),
+            (price::BATCH, running),
+            (price::WAITING, report.waiting() as f64),
+            (price::ROWS, most),
+            (price::ROWS_FREE, if most != 0.0 { most - running } else { f64::INFINITY }),
+            (price::KV_USAGE, usage),
+            (price::KV_BLOCKS, blocks),
+            (price::BLOCKS_FREE, if blocks != 0.0 { reclaimable } else { f64::INFINITY }),
+            (price::HELD_BLOCKS, if running != 0.0 { usage * blocks / running } else { 0.0 }),
+            (price::BACKLOG_TOKENS, backlog),
+            (price::MEASURED_TOKENS_PER_S, speed),
+            (price::MEASURED_STEP_S, step_s),
+            (price::TRANSFER_S, transfer.0),
+            (price::TRANSFER_S_PER_TOKEN, transfer.1),
+            (price::S_PER_TOKEN, 1.0 / (if speed != 0.0 { speed } else { rates.0 }).max(1.0)),
+            (price::STEP_S, if step_s != 0.0 { step_s } else { rates.1 }),
+        ] {
+            figures.set(figure, row, value);
+        }
+        self.mark(row);
+        Ok(true)
     }
 
     /// Python's array of the numbers, folded.

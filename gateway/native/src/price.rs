@@ -36,21 +36,27 @@ pub const FIGURES: [&str; 30] = [
     "ejected_until",
     "allowance",
 ];
-const HEARD_AT: usize = 1;
+pub const HEARD_AT: usize = 1;
 pub const RUNNING: usize = 2;
-const WAITING: usize = 3;
-const BATCH: usize = 4;
+pub const WAITING: usize = 3;
+pub const BATCH: usize = 4;
+pub const ROWS: usize = 5;
 pub const ROWS_FREE: usize = 6;
-const KV_USAGE: usize = 7;
-const KV_BLOCKS: usize = 8;
-const BLOCKS_FREE: usize = 9;
-const HELD_BLOCKS: usize = 10;
-const BACKLOG_TOKENS: usize = 11;
-const S_PER_TOKEN: usize = 14;
-const STEP_S: usize = 15;
+pub const KV_USAGE: usize = 7;
+pub const KV_BLOCKS: usize = 8;
+pub const BLOCKS_FREE: usize = 9;
+pub const HELD_BLOCKS: usize = 10;
+pub const BACKLOG_TOKENS: usize = 11;
+pub const MEASURED_TOKENS_PER_S: usize = 12;
+pub const MEASURED_STEP_S: usize = 13;
+pub const S_PER_TOKEN: usize = 14;
+pub const STEP_S: usize = 15;
+pub const LORA_SLOTS: usize = 16;
 pub const BOOKED_REQUESTS: usize = 19;
 pub const BOOKED_TOKENS: usize = 20;
 pub const BOOKED_TRANSFERS: usize = 21;
+pub const TRANSFER_S: usize = 22;
+pub const TRANSFER_S_PER_TOKEN: usize = 23;
 pub const CORRECTION: usize = 27;
 
 const GRACE_S: f64 = 2.0;

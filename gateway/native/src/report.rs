@@ -1,5 +1,6 @@
 //! Reads load reports as engines of ours write them on each response: `penstock.api.load_report`, whose `decode` is the statement.
 
+use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyString, PyTuple};
 
@@ -11,6 +12,23 @@ const MOST_DIGITS: (usize, usize, usize) = (17, 20, 3);
 
 /// The figures of a report, and the waiting requests by the numbers of their reasons.
 type Parsed = (Vec<f64>, Vec<(usize, u64)>);
+
+/// Figures that columns are made of, and the two that number a report.
+const READ: [&str; 13] = [
+    "epoch",
+    "seq",
+    "num_requests_running",
+    "max_num_seqs",
+    "kv_cache_usage_perc",
+    "kv_blocks_total",
+    "kv_blocks_reclaimable",
+    "prefill_backlog_tokens",
+    "prefill_tokens_per_s",
+    "decode_step_s",
+    "transfer_s",
+    "transfer_s_per_token",
+    "lora_slots",
+];
 
 /// A figure's name with what stands around it.
 struct Field {
@@ -24,6 +42,8 @@ pub struct ReportReader {
     fields: Vec<Field>,
     /// Waiting requests stand among the fields at this place.
     place: usize,
+    /// Where the figures of `READ` stand among the fields.
+    read: [usize; READ.len()],
     total: Vec<u8>,
     reasons: Vec<(Vec<u8>, Py<PyString>)>,
     beyond: f64,
@@ -44,29 +64,72 @@ impl ReportReader {
         place: usize,
         beyond: f64,
     ) -> PyResult<Self> {
+        let mut read = [0; READ.len()];
+        for (place, name) in read.iter_mut().zip(READ) {
+            let found = fields.iter().position(|(its, _)| its == name);
+            *place = found.ok_or_else(|| PyValueError::new_err(format!("reports have no {name}")))?;
+        }
         let fields = fields.into_iter().map(|(name, whole)| Field { begin: item(&name), whole }).collect();
         let reason = |it: Bound<'_, PyString>| Ok((item(&format!("{waiting}_by_reason.{}", it.to_str()?)), it.unbind()));
         let reasons = reasons.into_iter().map(reason).collect::<PyResult<_>>()?;
-        Ok(ReportReader { fields, place, total: item(waiting), reasons, beyond })
+        Ok(ReportReader { fields, place, read, total: item(waiting), reasons, beyond })
     }
 
-    /// The fields of a report in order; None for any other text, right or wrong, and for figures that no replica can have.
-    fn read<'py>(&self, py: Python<'py>, value: &str) -> PyResult<Option<Bound<'py, PyTuple>>> {
-        let Some((figures, waiting)) = self.parse(value.as_bytes()) else { return Ok(None) };
-        let counts = PyDict::new(py);
-        for (which, count) in waiting {
-            counts.set_item(&self.reasons[which].1, count)?;
+    /// A report; None for any other text, right or wrong, and for figures that no replica can have.
+    fn read(me: &Bound<'_, Self>, value: &str) -> Option<Said> {
+        let (figures, waiting) = me.get().parse(value.as_bytes())?;
+        Some(Said { figures, waiting, by: me.clone().unbind() })
+    }
+}
+
+/// A report that was read. Python sees its fields where somebody asks for them.
+#[pyclass(frozen)]
+pub struct Said {
+    figures: Vec<f64>,
+    waiting: Vec<(usize, u64)>,
+    by: Py<ReportReader>,
+}
+
+#[pymethods]
+impl Said {
+    #[getter]
+    fn epoch(&self) -> u64 {
+        self.read()[0] as u64
+    }
+
+    #[getter]
+    fn seq(&self) -> u64 {
+        self.read()[1] as u64
+    }
+
+    /// The fields in order.
+    fn fields<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
+        let (by, counts) = (self.by.get(), PyDict::new(py));
+        for &(which, count) in &self.waiting {
+            counts.set_item(&by.reasons[which].1, count)?;
         }
-        let mut found = Vec::with_capacity(figures.len() + 1);
-        for (field, figure) in self.fields.iter().zip(figures) {
+        let mut found = Vec::with_capacity(self.figures.len() + 1);
+        for (field, &figure) in by.fields.iter().zip(&self.figures) {
             found.push(if field.whole {
                 (figure as u64).into_pyobject(py)?.into_any()
             } else {
                 figure.into_pyobject(py)?.into_any()
             });
         }
-        found.insert(self.place.min(found.len()), counts.into_any());
-        PyTuple::new(py, found).map(Some)
+        found.insert(by.place.min(found.len()), counts.into_any());
+        PyTuple::new(py, found)
+    }
+}
+
+impl Said {
+    /// Those of `READ`.
+    pub fn read(&self) -> [f64; READ.len()] {
+        self.by.get().read.map(|place| self.figures[place])
+    }
+
+    /// All waiting requests, whatever they wait for.
+    pub fn waiting(&self) -> u64 {
+        self.waiting.iter().map(|(_, count)| count).sum()
     }
 }
 

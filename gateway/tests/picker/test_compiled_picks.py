@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from penstock.api.events import AllBlocksCleared, BlockRemoved, BlockStored, RequestFinished
 from penstock.api.fleet import Fleet, Model, Pool, Replica
-from penstock.api.load_report import LoadReport
+from penstock.api.load_report import LoadReport, encode
+from penstock.gateway.load.own_reports import OwnReports
 from penstock.gateway.picker.bookings import EXPIRY_S, State
 from penstock.gateway.picker.candidates import ReplicaKey
 from penstock.gateway.picker.choice import Choice
@@ -78,6 +79,7 @@ class World:
         self._count, self._seq = self._rng.choice((1, 2, 3, 15, 40, 130)), 0
         self._gone: set[int] = set()
         self._booked: list[Any] = []
+        self._reports = OwnReports(state.compiled)
         self.ended: list[tuple[str, ReplicaKey, str]] = []
         self.moved: list[tuple[str, ReplicaKey]] = []
         state.bookings.ended.append(lambda it, by: self.ended.append((it.request_id, it.key, by)))
@@ -123,12 +125,14 @@ class World:
         return choice
 
     def bookings(self) -> tuple[object, ...]:
-        """All that is known of the bookings; those of several replicas end in any order."""
+        """All that is known of the bookings and of reports; those of several replicas end in any order."""
         bookings, keys = self.state.bookings, [ReplicaKey(f"u{n}", 8000) for n in range(self._count)]
         counts = [[bookings.count(key, state) for state in State] for key in keys]
         told = [(it.key, it.state, it.left, it.awaited, it.responded_at, it.unanswered) for it in self._booked]
         totals, outstanding = [bookings.total(state) for state in State], [bookings.outstanding(key) for key in keys]
-        return counts, totals, outstanding, told, dict(bookings.released), sorted(self.ended), self.moved, len(self.state._coming)
+        reports = [heard and (heard.report, heard.at) for heard in map(self.state.reports.get, keys)]
+        coming = len(self.state._coming)
+        return counts, totals, outstanding, told, dict(bookings.released), sorted(self.ended), self.moved, coming, reports
 
     def _happen(self) -> None:
         rng, state, key = self._rng, self.state, self._key()
@@ -142,9 +146,11 @@ class World:
                     max_num_seqs=rng.choice((0, 16, 64)), kv_cache_usage_perc=rng.choice((0.0, 0.5, 0.97)),
                     kv_blocks_total=rng.choice((0, 1000)), kv_blocks_reclaimable=rng.randrange(900),
                     prefill_backlog_tokens=rng.choice((0, 0, 5000)), prefill_tokens_per_s=rng.choice((0.0, 1000.0, 3000.0)),
-                    decode_step_s=rng.choice((0.0, 0.01, 0.02)), lora_slots=rng.choice((0, 2)), lora_running={"a": 1},
+                    decode_step_s=rng.choice((0.0, 0.01, 0.02)), lora_slots=rng.choice((0, 0, 2)),
+                    lora_running=rng.choice(({}, {}, {"a": 1})), transfer_s=rng.choice((0.0, 0.0, 0.02)),
                 )  # fmt: skip
-                state.reported(key, report, self.now)
+                said = report if rng.random() < 0.3 else self._reports.read(encode(report, "TEXT"))
+                state.reported(key, said, self.now, in_header=said is not report)
             case "event":
                 stored = rng.choice(TREE)[: rng.randrange(13)]
                 kinds = (BlockStored(stored), BlockStored(stored), BlockRemoved(stored[3:]), AllBlocksCleared())

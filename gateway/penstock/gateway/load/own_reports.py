@@ -5,7 +5,7 @@ import msgspec
 from penstock.api import load_report
 from penstock.api.events import BEYOND, absurd
 from penstock.api.load_report import FIGURES, WAITING, WAITING_REASONS, LoadReport, LoadReportError
-from penstock.gateway.picker.compiled import Compiled
+from penstock.gateway.picker.compiled import Compiled, Said
 
 
 class OwnReports:
@@ -22,10 +22,10 @@ class OwnReports:
             place = [field.name for field in msgspec.structs.fields(LoadReport)].index(WAITING)
             self._read = compiled.ReportReader(figures, WAITING, WAITING_REASONS, place, BEYOND).read
 
-    def read(self, value: str) -> LoadReport:
+    def read(self, value: str) -> LoadReport | Said:
         """The report in a header's value; raises `LoadReportError` where there is none, or none that a replica can send."""
         if self._read is not None and (found := self._read(value)) is not None:
-            return LoadReport(*found)
+            return found
         return sane(load_report.decode(value))
 
 

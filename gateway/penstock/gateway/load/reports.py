@@ -2,21 +2,39 @@
 
 from typing import Final
 
-import msgspec
-
 from penstock.api.load_report import LoadReport
 from penstock.gateway.picker.candidates import ReplicaKey
+from penstock.gateway.picker.compiled import Said
 
 GONE_S: Final = 5.0
 """What was not heard of for so long has no late reports any more: it was asked four times meanwhile."""
 
 
-class Heard(msgspec.Struct):
-    """The newest report of a replica."""
+class Heard:
+    """The newest report of a replica.
 
-    report: LoadReport
-    at: float
-    """When it was received, or confirmed by an equal one; monotonic seconds."""
+    Args:
+        newest: The report, as it was read.
+        at: When it was received, or confirmed by an equal one; monotonic seconds.
+    """
+
+    __slots__ = ("_report", "at", "newest")
+
+    def __init__(self, newest: LoadReport | Said, at: float) -> None:
+        self.take(newest, at)
+
+    def take(self, newest: LoadReport | Said, at: float) -> None:
+        """Another one has come."""
+        self.newest, self.at = newest, at
+        self._report: LoadReport | None = None
+
+    @property
+    def report(self) -> LoadReport:
+        """The report with all its fields."""
+        if self._report is None:
+            newest = self.newest
+            self._report = newest if isinstance(newest, LoadReport) else LoadReport(*newest.fields())
+        return self._report
 
 
 class ReportStore:
@@ -30,17 +48,17 @@ class ReportStore:
     def __init__(self) -> None:
         self._heard: dict[ReplicaKey, Heard] = {}
 
-    def observe(self, key: ReplicaKey, report: LoadReport, now: float) -> bool:
+    def observe(self, key: ReplicaKey, report: LoadReport | Said, now: float) -> bool:
         """Takes in a report received at `now`; says whether the replica has restarted since the one before."""
         heard = self._heard.get(key)
         if heard is None:
             self._heard[key] = Heard(report, now)
             return False
-        old = heard.report
+        old = heard.newest
         late = report.epoch < old.epoch and now - heard.at < GONE_S
         if late or (report.epoch == old.epoch and report.seq < old.seq):
             return False
-        heard.report, heard.at = report, now
+        heard.take(report, now)
         return report.epoch != old.epoch
 
     def get(self, key: ReplicaKey) -> Heard | None:

@@ -8,13 +8,14 @@ from collections.abc import Collection, Sequence
 from hashlib import blake2b
 from math import exp
 from statistics import fmean, median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from penstock.api.fleet import Replica
 from penstock.api.load_report import LoadReport
+from penstock.gateway.load.reports import Heard
 from penstock.gateway.picker.candidates import Booked, ReplicaKey, key_of
 from penstock.gateway.picker.compiled import Compiled
 from penstock.gateway.picker.correction import LONGEST_S, corrections, fading
@@ -176,6 +177,15 @@ class Columns:
         )
 
     # --- what becomes known ---
+
+    def heard(self, row: int, heard: Heard) -> None:
+        """The newest report of the replica in `row`."""
+        if not isinstance(heard.newest, LoadReport):
+            prices: Any = self.prices  # compiled, as what has read the report
+            rates = self._rates.prefill_tokens_per_s, self._rates.step_s
+            if prices.report(row, heard.newest, heard.at, rates, PRIOR_TRANSFER):
+                return
+        self.report(row, heard.report, heard.at)
 
     def report(self, row: int, report: LoadReport, at: float) -> None:
         """The newest report of the replica in `row`, received at `at`."""

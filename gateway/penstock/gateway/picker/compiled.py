@@ -134,12 +134,23 @@ CommonRates = tuple[float, float, float, float]
 """Of `Rates` the queue, the inter-token time and the output tokens; and `penstock.gateway.picker.price.crowding`."""
 
 
+class Said(Protocol):
+    """A load report whose fields are made where somebody asks for them."""
+
+    epoch: int
+    seq: int
+
+    def fields(self) -> tuple[Any, ...]:
+        """All, in the order in which `LoadReport` has them."""
+        ...
+
+
 class ReportReader(Protocol):
     """Reads load reports."""
 
-    def read(self, value: str) -> tuple[Any, ...] | None:
-        """The fields of a report that an engine of ours has written as it writes them in TEXT, in the order in which
-        `LoadReport` has them. None for any other text, right or wrong, and where a figure is beyond bounds."""
+    def read(self, value: str) -> Said | None:
+        """A report that an engine of ours has written as it writes them in TEXT. None for any other text, right or wrong, and
+        where a figure is beyond bounds."""
         ...
 
 
@@ -158,7 +169,8 @@ class Compiled(Protocol):
         few: int,
         common: Callable[[Rates], CommonRates],
     ) -> Any:
-        """A `penstock.gateway.picker.folded.Folding`, which `pick` and `Bookings` know besides.
+        """A `penstock.gateway.picker.folded.Folding`, which `pick` and `Bookings` know besides. Its `report` is
+        `penstock.gateway.picker.columns.Columns.heard`, where that is usual.
 
         Args:
             figures: float64 [figures, rows]; is read and written where it lies.

@@ -13,7 +13,7 @@ from penstock.gateway.models.outcomes import Outcomes
 from penstock.gateway.picker.bookings import Booking, bookings_of
 from penstock.gateway.picker.candidates import ReplicaKey
 from penstock.gateway.picker.coming import coming_of
-from penstock.gateway.picker.compiled import Compiled, index_of
+from penstock.gateway.picker.compiled import Compiled, Said, index_of
 from penstock.gateway.picker.directory import Directory
 from penstock.gateway.picker.outliers import Outliers
 from penstock.gateway.picker.picks import Picks
@@ -85,7 +85,7 @@ class FleetState:
         """Tells a new row what is known of its replica already."""
         place, heard = self._places.at(key), self.reports.get(key)
         if place is not None and heard is not None:
-            place.columns.report(place.row, heard.report, heard.at)
+            place.columns.heard(place.row, heard)
         self._places.booked(key, self.bookings.outstanding(key))
         self._stand(key)
         self._serve(key)
@@ -150,7 +150,7 @@ class FleetState:
     # --- what replicas say ---
 
     def reported(
-        self, key: ReplicaKey, report: LoadReport, now: float, asked_at: float | None = None, *, in_header: bool = False
+        self, key: ReplicaKey, report: LoadReport | Said, now: float, asked_at: float | None = None, *, in_header: bool = False
     ) -> None:
         """A load report of `key`, received at `now`; a poll says when it asked. `in_header`: a short one, without adapters."""
         if key not in self.directory.replicas:
@@ -161,13 +161,12 @@ class FleetState:
         if self.outliers.records:
             self.outliers.heard(key, now)
             self._stand(key)
-        if (place := self._places.at(key)) is not None:
-            heard = self.reports.get(key)
-            if heard is not None and heard.report is report:
-                place.columns.report(place.row, report, heard.at)
-        current = self.reports.get(key)
-        of_this_process = current is not None and current.report.epoch == report.epoch
-        if not in_header and of_this_process and self._loaded.said(key, report.seq, report.adapters):
+        heard = self.reports.get(key)
+        if heard is not None and heard.newest is report and (place := self._places.at(key)) is not None:
+            place.columns.heard(place.row, heard)
+        if in_header or heard is None or heard.newest.epoch != report.epoch or not isinstance(report, LoadReport):
+            return
+        if self._loaded.said(key, report.seq, report.adapters):
             self._serve(key)
 
     def mute(self, key: ReplicaKey) -> None:

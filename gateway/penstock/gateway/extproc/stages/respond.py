@@ -13,6 +13,7 @@ from penstock.gateway.http.metrics import PickerMetrics
 from penstock.gateway.load.foreign import from_orca
 from penstock.gateway.load.own_reports import OwnReports, sane
 from penstock.gateway.picker.candidates import ReplicaKey
+from penstock.gateway.picker.compiled import Said
 from penstock.gateway.picker.state import FleetState
 
 UNAVAILABLE = ("502", "503", "504")
@@ -85,7 +86,7 @@ class Respond:
         self._gate.wake()
         return [(headers.REPLICA, key.uid), (headers.MODEL, noted.get(headers.NAME, ""))]
 
-    def _report(self, key: ReplicaKey, head: ResponseHead) -> LoadReport | None:
+    def _report(self, key: ReplicaKey, head: ResponseHead) -> LoadReport | Said | None:
         """The load report on a response; None where there is none that can be read, or none of this data-parallel rank."""
         if key.rank is not None and _rank(head) != key.rank:
             return None
