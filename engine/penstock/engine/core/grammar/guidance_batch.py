@@ -34,7 +34,7 @@ class GuidanceBatcher:
         self._executor: LLExecutor | None = None
 
     def batch(self, guides: "Sequence[GrammarGuide]") -> "GuidanceBatch":
-        """See `Batcher`."""
+        """A batch of guides that are all in their answers, [m]."""
         return GuidanceBatch(self, guides)
 
     def ends(self, masks: Int32) -> list[int]:
@@ -76,7 +76,7 @@ class GuidanceBatch:
         self._adds_stops = [at for at, guide in enumerate(guides) if guide.adds_stops]
 
     def fill(self, masks: Int32) -> None:
-        """See `GuideBatch`."""
+        """Writes the masks of the next tokens, [m, words], whole."""
         words = masks.shape[1]
         if words == self._num_words:
             self._fill(masks)
@@ -101,7 +101,7 @@ class GuidanceBatch:
             at += size
 
     def take(self, token_ids: Sequence[int]) -> list[int]:
-        """See `GuideBatch`."""
+        """Advances each by a token, [m]; returns which of the answers are complete or have failed."""
         for consume, token in zip(self._consume, token_ids, strict=True):
             consume(token)
         # A matcher that has refused its token is stopped, too.
@@ -111,5 +111,5 @@ class GuidanceBatch:
         return ends
 
     def forced(self) -> list[Sequence[int]]:
-        """See `GuideBatch`."""
+        """What must come next of each, as far as there is no choice."""
         return [forced() for forced in self._forced]

@@ -71,7 +71,7 @@ class GrammarGuide:
                 self._refuse(token)
 
     def take(self, token_id: int) -> bool:
-        """See `Guide`."""
+        """Takes the next token; returns whether the request ends with it."""
         self.accept((token_id,))
         return self.error is not None or self.ended
 
