@@ -102,9 +102,14 @@ def test_other_bytes_in_the_store_are_computed_again_and_replaced(open_store, sh
     assert run(second, batch) == expected
     assert told(second).failed_pages > 0 == told(second).loaded_bytes
     assert "could not be read from the shared store, and is computed again" in caplog.text
-    third = open_store(None, store=shared.uri)
-    assert run(third, batch) == expected and told(third).loaded_bytes > 0 == told(third).failed_pages
-    assert third.scheduler.kv.reset()
+    # A replica replaces what it reads, and may not have read pages behind a wrong one.
+    for _ in names:
+        other = open_store(None, store=shared.uri)
+        assert run(other, batch) == expected
+        if not told(other).failed_pages:
+            break
+    assert told(other).loaded_bytes > 0 == told(other).failed_pages
+    assert other.scheduler.kv.reset()
 
 
 @pytest.mark.req("KO-31")
