@@ -175,7 +175,7 @@ class Guides:
         if guide is not None:
             self._guides[row], self._guided[row] = guide, True
             self._groups.clear()
-            self.look(row, [])
+            self._force(row, guide.forced())
 
     def move_out(self, row: int) -> None:
         """Remove the row's guide: its request leaves."""
@@ -199,12 +199,6 @@ class Guides:
     def is_open(self, row: int) -> bool:
         """Whether the row has a guide by which its output would be cut short if it ended here."""
         return row in self._guides and self._guides[row].is_open
-
-    def look(self, row: int, drafts: Sequence[int]) -> None:
-        """The row goes on; `drafts` are what the runner will have verified in its next step."""
-        if drafts or row in self._told:
-            self._told[row] = drafts
-        self._force(row, self._guides[row].forced())
 
     def look_on(self, rows: Int64, drafts: Int32 | None) -> None:
         """All these rows go on, [m]; `drafts`, [m, K], are what the runner will have verified, -1 pads; None: nothing."""
