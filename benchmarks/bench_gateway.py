@@ -1,6 +1,6 @@
 """What the picker adds to a request: one Envoy binary, the same trivial replicas, and different ways to choose among them.
 
-    make bench-gateway                                  about six minutes
+    make bench-gateway                                  about eight minutes
     make bench-gateway ARGS="--quick"                   one setting in place of five
     make bench-gateway ARGS="--setting 3x2kB --rounds 5"
     make bench-gateway ARGS="--peer llm-d --peer gaie"  also llm-d's router and the Gateway API Inference Extension's own picker
@@ -10,9 +10,10 @@ next, and in each round again: a figure is the median of the rounds, and `spread
 a rate, requests are sent at random times whatever the answers do, and latency counts from the intended moment; `+p50` and its
 like are the arm's figures less those of Envoy's own round robin in the same round. "closed" is as many as 32 connections get
 answered. CPU is that of each process, from /proc, less what it uses when idle (`idle_cpu`, per cent of a core: reports of all
-replicas come in twice a second); `pick_us` is the picker's own clock around a pick, without tokenising. Replicas are addresses of
-127.0.0.0/8 that share two processes. Each request has a prompt of its own: a piece of this repository's pages, by the tokenizer
-of `examples/models/penstock-tiny`.
+replicas come in twice a second); `pick_us` is the picker's own clock around a pick, without tokenising. "no decision" is what an
+exchange costs by itself: the gateway's front end and its Envoy, with replicas named in turn and no body read. Replicas are
+addresses of 127.0.0.0/8 that share two processes. Each request has a prompt of its own: a piece of this repository's pages, by
+the tokenizer of `examples/models/penstock-tiny`.
 
 Peers are in their default configurations, which hash the prompt's bytes. They are built from their Go modules where they are
 missing; `gaie` needs what e2e needs besides.

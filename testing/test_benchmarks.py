@@ -1,5 +1,6 @@
-"""Every benchmark that the Makefile names can begin, and the one of a device's host needs no device."""
+"""Every benchmark that the Makefile names can begin; one of a device's host needs no device, and a gateway can decide nothing."""
 
+import asyncio
 import os
 import re
 import subprocess
@@ -7,6 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from benchmarks.bench_gateway import answering
+from benchmarks.gatewaybench.arms import free_ports, running, undecided
 
 pytestmark = pytest.mark.slow
 
@@ -39,3 +43,11 @@ def test_the_host_of_a_device_is_measured_without_one() -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "'batch': 2" in done.stdout
+
+
+def test_a_gateway_that_decides_nothing_sends_requests_on(tmp_path: Path) -> None:
+    """`answering` raises where none is answered with 200."""
+    port = free_ports(3)
+    backend = (sys.executable, "-m", "benchmarks.bench_gateway", "--first-backend", str(port))
+    with running(tmp_path / "backend", *backend), undecided([("127.0.0.1", port), ("127.0.0.2", port)], tmp_path) as arm:
+        asyncio.run(answering(arm.port))

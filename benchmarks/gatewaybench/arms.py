@@ -100,20 +100,32 @@ def round_robin(replicas: list[tuple[str, int]], folder: Path) -> Iterator[Arm]:
 def penstock(front_end: str, replicas: list[tuple[str, int]], folder: Path) -> Iterator[Arm]:
     """Envoy under our gateway."""
     port, grpc_port, http_port = free_port(), free_port(), free_port()
-    command = (sys.executable, "-m", "penstock.cli")
     (folder / "fleet.json").write_bytes(fleet(replicas))
     flags = ("--discovery", f"file:{folder / 'fleet.json'}", "--grpc-port", str(grpc_port), "--http-port", str(http_port))
     listen = ("--listener-host", "127.0.0.1", "--listener-port", str(port), "--ext-proc", front_end)
-    with (
-        running(folder / "log", *command, "gateway", *flags, *listen) as picker,
-        running(folder / "log", *command, "envoy", "--gateway", f"127.0.0.1:{grpc_port}", "--concurrency", "1") as envoy,
-    ):
+    with running(folder / "log", *PENSTOCK, "gateway", *flags, *listen) as picker, _envoy(grpc_port, folder) as envoy:
         yield Arm(port, {"envoy": envoy, "picker": picker}, http_port)
 
 
+@contextlib.contextmanager
+def undecided(replicas: list[tuple[str, int]], folder: Path) -> Iterator[Arm]:
+    """The same Envoy under a front end that decides nothing."""
+    port, grpc_port = free_port(), free_port()
+    (folder / "fleet.json").write_bytes(fleet(replicas))
+    command = (sys.executable, "-m", "benchmarks.gatewaybench.undecided", str(grpc_port), str(port), str(folder / "fleet.json"))
+    with running(folder / "log", *command) as picker, _envoy(grpc_port, folder) as envoy:
+        yield Arm(port, {"envoy": envoy, "picker": picker})
+
+
+def _envoy(grpc_port: int, folder: Path) -> AbstractContextManager[Process]:
+    return running(folder / "log", *PENSTOCK, "envoy", "--gateway", f"127.0.0.1:{grpc_port}", "--concurrency", "1")
+
+
+PENSTOCK = (sys.executable, "-m", "penstock.cli")
 BASELINE = "Envoy's round robin"
 ARMS: dict[str, Start] = {
     BASELINE: round_robin,
+    "no decision": undecided,
     "picker, lean": partial(penstock, "lean"),
     "picker, grpc.aio": partial(penstock, "grpc"),
 }
