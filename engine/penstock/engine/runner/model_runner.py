@@ -44,7 +44,7 @@ from penstock.engine.runner.sampler.sampler import Sampler
 from penstock.engine.runner.staged_model import StagedModel
 from penstock.engine.runner.step_tapes import StepTapes
 from penstock.engine.runner.turns import Forward, Launched
-from penstock.engine.spec.depth import to_few_sizes
+from penstock.engine.spec.depth import Filling, to_few_sizes
 from penstock.engine.spec.lookup import lookup_proposer
 from penstock.engine.spec.proposer import Proposer
 from penstock.kernels.ops import Ops, ops_for
@@ -52,6 +52,9 @@ from penstock.kernels.prepare_kv.reference import Rotary
 from penstock.kernels.sampling.ops import cpu_sampling_ops
 
 log = logging.getLogger(__name__)
+
+_LONG_S = 0.1
+"""To record the tape of a step that takes longer adds little to it."""
 
 
 @dataclass(frozen=True)
@@ -198,11 +201,24 @@ class ModelRunner(RunnerBase[HostRuntime, HostStep, StepResult]):
         if (config := self.config.speculative) is not None and self._stage.last:
             self._proposer = self._make_proposer(config)
             self._bind_drafter()
-            sizes = self.config.scheduler, self.decoder_config.vocab_size, to_few_sizes(MAX_TAPED_TOKENS), self._draft_clock
+            fill = to_few_sizes(MAX_TAPED_TOKENS)
+            sizes = self.config.scheduler, self.decoder_config.vocab_size, fill, self._draft_clock
             sampler = None if self._drafting is None else self._drafting.sampler
             self._own_drafts = measured_drafts(config, self._proposer, self._time_decodes, *sizes, sampler)
+            if self._step_tapes() is not None:
+                self._record_tapes(config.num_speculative_tokens, fill)
         if self._exchange is not None:
             self._exchange.open()
+
+    def _record_tapes(self, num_drafts: int, fill: Filling) -> None:
+        """Runs a step of each size that steps with drafts are filled up to. Who comes first would otherwise wait for its tape,
+        and drafts would seem to cost as much."""
+        scheduler, tokens = self.config.scheduler, 2
+        while tokens <= min(MAX_TAPED_TOKENS, scheduler.max_num_batched_tokens, scheduler.max_num_seqs * (1 + num_drafts)):
+            rows = -(-tokens // (1 + num_drafts))
+            if self._time_decodes(rows, tokens - rows) > _LONG_S:
+                break
+            tokens = fill(rows, tokens + 1)
 
     @torch.inference_mode()
     def serve_others(self) -> None:

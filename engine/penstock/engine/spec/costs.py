@@ -17,9 +17,11 @@ _COMPARED: Final = 0.1
 sampled as its client wants."""
 _AT_START: Final = 2
 """Comparisons that the measurement at the start is worth."""
+_HELD_UP: Final = 3
+"""Steps with drafts, of which the one in the middle counts, by what it took of what was expected of it. The first step of a shape
+records its tape and takes several times as long, and others use the machine."""
 _CLIP: Final = 2.0
-"""A step counts as at most so many times what was expected of it, or as little. The first step of a shape records its tape, and
-others use the machine; what stays so dear is believed in the end."""
+"""A step counts as at most so many times what was expected of it, or as little: what stays so dear is believed in the end."""
 
 _Floats = npt.NDArray[np.float64]
 Place = tuple[int, float]
@@ -62,6 +64,8 @@ class StepCosts:
         """By size: of the last steps without drafts, how many times as long they took as at the start."""
         self._level = [1.0] * len(self._costs)
         """By size: the median of these."""
+        self._surprises = [deque([1.0, 1.0], maxlen=_HELD_UP) for _ in self._costs]
+        """By size: of the last steps with drafts, how many times as long they took as was expected."""
         self._comparisons = [[0] * len(self._knots) for _ in self._costs]
 
     def of(self, num_rows: int, drafts: float) -> float:
@@ -94,7 +98,9 @@ class StepCosts:
         costs, counts = self._costs[size], self._comparisons[size]
         at, weight = place = self.place(drafts)
         expected = self.at(num_rows, (place,))[0]
-        surprise = min(max(self.in_steps(num_rows, seconds), expected / _CLIP), expected * _CLIP) - expected
+        surprises = self._surprises[size]
+        surprises.append(self.in_steps(num_rows, seconds) / expected)
+        surprise = expected * (min(max(sorted(surprises)[_HELD_UP // 2], 1 / _CLIP), _CLIP) - 1)
         for knot, share in ((at, weight), (at - 1, 1 - weight)):
             if knot and share > 0:
                 counts[knot] += 1

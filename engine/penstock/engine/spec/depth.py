@@ -14,6 +14,9 @@ _SHARED: Final = 0.02
 """Weight of a draft in the acceptance that a new request is believed to have."""
 _FORGOTTEN: Final = 0.0005
 """How far this goes back to what was hoped in a step without drafts: in some thousand steps all is tried again."""
+_FIRST: Final = 8
+"""Drafts of a step while none was judged, or the fewest that there are steps for. Later steps have at most three times as many as
+were judged: while only hope speaks for drafts, those of a full batch would cost two steps to find out that they are wrong."""
 _WEIGHT: Final = 0.15
 """Of a draft in a row's acceptance."""
 _STEPS_OF_ACCEPTANCE: Final = 100
@@ -138,6 +141,8 @@ class DraftDepth:
         """By acceptance: how likely a row's first draft is accepted, its second, and so on."""
         self._remembered = [(1 - _WEIGHT) ** judged for judged in range(num_drafts + 1)]
         """By the number of drafts that were judged: weight of what was known of a row before."""
+        self._judged = 0.0
+        """Drafts whose acceptance is known, as far as it is not forgotten."""
         self._offered = float(num_drafts)
         """Drafts of a row that the proposer usually has."""
         self.fill = fill
@@ -219,6 +224,7 @@ class DraftDepth:
         if total:
             weight = 1 - (1 - _SHARED) ** total
             self._usual += weight * (sum(right) / total - self._usual)
+            self._judged += total
 
     def observe_step(self, num_rows: int, drafts: float, seconds: float) -> None:
         """Takes in how long a step of decodes with so many drafts of a row on average took, with what looking them up took."""
@@ -269,10 +275,12 @@ class DraftDepth:
         self._idle, self._num_rows = False, len(rows) + others
         if not self._rested:
             return
-        self._usual += min(_FORGOTTEN * self._rested, 1) * (self._hope - self._usual)
+        forgotten = min(_FORGOTTEN * self._rested, 1)
+        self._usual += forgotten * (self._hope - self._usual)
+        self._judged -= forgotten * self._judged
         for row in rows.tolist():
             self._acceptance[row] += min(_RETURN * self._rested, 1) * (self._usual - self._acceptance[row])
-        self.costs.forget(self._num_rows, min(_FORGOTTEN * self._rested, 1))
+        self.costs.forget(self._num_rows, forgotten)
         self._earn(self._num_rows, _EARNED * self._rested)
         self._rested = 0
 
@@ -334,7 +342,8 @@ class DraftDepth:
         no drafts."""
         best, best_rate = 0, _MARGIN
         made = list(accumulate(sorted(chain.from_iterable(chances), reverse=True), initial=float(num_rows)))
-        most, filled = len(made) - 1, self._filled_up(num_rows)
+        filled = self._filled_up(num_rows)
+        most = min(len(made) - 1, max(_FIRST, filled.drafts[0], int(3 * self._judged)))
         if most:
             for drafts, cost in zip(filled.drafts, self.costs.at(num_rows, filled.places), strict=True):
                 taken = min(drafts, most)
