@@ -9,10 +9,12 @@ import torch
 from grids import mostly_slow
 from tiny_models import CONFIGS, MAX_MODEL_LEN
 
-from penstock.engine.config import LoraConfig
+from penstock.engine.config import LoraConfig, SchedulerConfig, SpeculativeConfig
 from penstock.engine.core.plan import SampleInputs
+from penstock.engine.runner.input_batch import MAX_TAPED_TOKENS
 from penstock.engine.runner.step_tapes import StepTapes
 from penstock.engine.sampling import SamplingParams
+from penstock.engine.spec.depth import to_few_sizes
 
 QUICK = ("llama", "qwen3-windows", "gemma3", "cohere2", "starcoder2", "qwen3-moe", "gpt-oss", "deepseek-v3")
 
@@ -93,6 +95,18 @@ def test_a_plain_models_tape_is_one_native_call(pair, driver, runs):
     play(driver, taped)
     for tape in taped._tapes._tapes.values():
         assert len(tape._steps) == 1 and tape.result.dtype is torch.bfloat16
+
+
+def test_steps_with_drafts_of_all_sizes_have_tapes_from_the_start(checkpoint, build_runner):
+    """Else the first step of each size would take several times as long, and look as if drafts cost that much."""
+    speculative, scheduler = SpeculativeConfig(method="ngram", num_speculative_tokens=4), SchedulerConfig(max_num_seqs=16)
+    runner = build_runner(checkpoint("llama"), "bfloat16", scheduler=scheduler, speculative=speculative)
+    if runner.ops.tape is None:
+        pytest.skip("no compiled operations")
+    runner.warm_up()
+    fill = to_few_sizes(MAX_TAPED_TOKENS)
+    sizes = {fill(1, tokens) for tokens in range(2, 16 * 5 + 1)}
+    assert sizes <= {shape.tokens for shape in runner._tapes._tapes if shape.tokens == shape.logits}
 
 
 def test_the_same_bits_in_float32(pair, driver, runs):

@@ -29,6 +29,17 @@ def test_one_plain_step_that_was_held_up_makes_drafts_no_cheaper(costs):
     assert costs.of(32, 2.0) == pytest.approx(3.0, rel=0.01)
 
 
+def test_a_step_with_drafts_that_was_held_up_makes_them_no_dearer(costs):
+    """The first step of a size with drafts records its tape."""
+    costs.observe(32, 0, 4.0)
+    for seconds in (80.0, 8.0, 8.0, 80.0, 8.0):
+        costs.observe(32, 4.0, seconds)
+        assert costs.of(32, 4.0) == 2.0
+    for _ in range(100):
+        costs.observe(32, 4.0, 12.0)
+    assert costs.of(32, 4.0) == pytest.approx(3.0, rel=0.01), "what stays so dear is believed"
+
+
 def test_more_rows_take_longer_also_without_drafts(costs):
     """A step of 17 rows at the end of a wave is no measure for one of 32 with drafts, though both are of a size."""
     per_row = 3.0 / 31

@@ -92,6 +92,19 @@ def test_the_likeliest_drafts_of_all_rows_are_chosen():
     assert depth.choose(ROWS, np.array([2, 8], np.int32)) == [2, 0], "and no more than there are"
 
 
+@pytest.mark.req("SD-28")
+def test_the_first_steps_of_a_full_batch_have_few_drafts():
+    """Those of all rows would cost much to find out that they are wrong. A device has no steps with so few."""
+    cheap = [Timing(rows, drafts, 1.0 + 0.01 * drafts) for rows in (1, 32) for drafts in (0, 8)]
+    depth, rows = DraftDepth(32, 8, cheap), np.arange(32, dtype=np.int32)
+    for expected in (8, 24, 96, 256):
+        each = depth.choose(rows, np.full(32, 8, np.int32)) or []
+        assert sum(each) == expected
+        drafted = np.array(each, np.int32)
+        depth.observe(rows, drafted, drafted)
+    assert chosen(DraftDepth(32, 8, cheap, fill=to_whole_rows(8, most=512)), *[8] * 32) == 256
+
+
 def test_steps_are_filled_up_to_few_sizes():
     fill = to_few_sizes(64)
     sizes = [fill(4, tokens) for tokens in range(1, 66)]

@@ -33,7 +33,7 @@ from penstock.engine.runner.follower import Follower
 from penstock.engine.runner.host_step import HostStep
 from penstock.engine.runner.image_positions import ImagePositions
 from penstock.engine.runner.images import Images
-from penstock.engine.runner.input_batch import MAX_TAPED_TOKENS, StepArrays
+from penstock.engine.runner.input_batch import MAX_TAPED_TOKENS, StepArrays, StepInputs
 from penstock.engine.runner.memory_profile import peak_activation_bytes
 from penstock.engine.runner.own_drafts import measured_drafts
 from penstock.engine.runner.pending import PendingStep
@@ -202,11 +202,11 @@ class ModelRunner(RunnerBase[HostRuntime, HostStep, StepResult]):
             self._proposer = self._make_proposer(config)
             self._bind_drafter()
             fill = to_few_sizes(MAX_TAPED_TOKENS)
+            if self._step_tapes() is not None:
+                self._record_tapes(config.num_speculative_tokens, fill)
             sizes = self.config.scheduler, self.decoder_config.vocab_size, fill, self._draft_clock
             sampler = None if self._drafting is None else self._drafting.sampler
             self._own_drafts = measured_drafts(config, self._proposer, self._time_decodes, *sizes, sampler)
-            if self._step_tapes() is not None:
-                self._record_tapes(config.num_speculative_tokens, fill)
         if self._exchange is not None:
             self._exchange.open()
 
@@ -215,8 +215,10 @@ class ModelRunner(RunnerBase[HostRuntime, HostStep, StepResult]):
         and drafts would seem to cost as much."""
         scheduler, tokens = self.config.scheduler, 2
         while tokens <= min(MAX_TAPED_TOKENS, scheduler.max_num_batched_tokens, scheduler.max_num_seqs * (1 + num_drafts)):
-            rows = -(-tokens // (1 + num_drafts))
-            if self._time_decodes(rows, tokens - rows) > _LONG_S:
+            rows, began = -(-tokens // (1 + num_drafts)), self._clock()
+            self._decode_alone(self._null_decodes(rows, tokens - rows))
+            self._reset()
+            if self._comm.agree(self._clock() - began) > _LONG_S:
                 break
             tokens = fill(rows, tokens + 1)
 
@@ -257,18 +259,23 @@ class ModelRunner(RunnerBase[HostRuntime, HostStep, StepResult]):
         """Of the CPU: who else uses it makes long steps wait more often than short ones, which says nothing of what they cost."""
         return time.process_time()
 
+    def _decode_alone(self, plan: StepPlan) -> StepInputs:
+        """Runs a step in the null block, without the other stages of a pipeline."""
+        with self._alone():
+            self.execute(plan)
+            assert self._launched is not None
+            inputs = self._launched.step.inputs
+            self.sample(SampleInputs(plan.step_id))
+        return inputs
+
     def _time_decodes(self, rows: int, drafts: int) -> float:
         """Seconds of a step of so many decodes in the null block, with so many drafts of all together, which are proposed."""
         plan = self._null_decodes(rows, drafts)
         assert self._proposer is not None
         for row in range(rows):
             self._proposer.begins(row, 0)
-        began = self._clock()
-        with self._alone():
-            self.execute(plan)
-            assert self._launched is not None
-            step, table = self._launched.step.inputs, self._requests.rows
-            self.sample(SampleInputs(plan.step_id))
+        began, table = self._clock(), self._requests.rows
+        step = self._decode_alone(plan)
         table.room[plan.rows] = self.config.model.max_model_len  # the null block takes any position
         if drafts:
             self._proposer.follow(table, plan.rows, step.placed, np.ones(rows, np.bool_))
