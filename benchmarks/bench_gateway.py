@@ -23,6 +23,7 @@ import argparse
 import asyncio
 import contextlib
 import json
+import re
 import shutil
 import sys
 import tempfile
@@ -203,6 +204,11 @@ def middle(rounds: list[list[dict[str, Any]]]) -> Iterator[dict[str, Any]]:
         yield row
 
 
+def results_name(settings: list[str], arms: list[str]) -> str:
+    """What a run of only these is called, so that it overwrites none of more."""
+    return "-".join(["gateway", *settings, *(re.sub(r"\W+", "_", arm) for arm in arms)])
+
+
 def main() -> int:
     """Prints the table and writes the JSON."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
@@ -232,8 +238,10 @@ def main() -> int:
     console.print(table)
     if arguments.quick:
         return 0
-    which = ["gateway", *(arguments.setting or ())]
-    path = write_results("-".join(which), {"grpc": grpc.__version__, "rounds": arguments.rounds, "rows": rows})
+    path = write_results(
+        results_name(arguments.setting or [], arguments.arm or []),
+        {"grpc": grpc.__version__, "rounds": arguments.rounds, "rows": rows},
+    )
     console.print(f"written to {path}")
     return 0
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.bench_gateway import answering
+from benchmarks.bench_gateway import answering, results_name
 from benchmarks.gatewaybench.arms import free_ports, running, undecided
 
 pytestmark = pytest.mark.slow
@@ -51,3 +51,10 @@ def test_a_gateway_that_decides_nothing_sends_requests_on(tmp_path: Path) -> Non
     backend = (sys.executable, "-m", "benchmarks.bench_gateway", "--first-backend", str(port))
     with running(tmp_path / "backend", *backend), undecided([("127.0.0.1", port), ("127.0.0.2", port)], tmp_path) as arm:
         asyncio.run(answering(arm.port))
+
+
+def test_a_run_of_some_arms_of_a_gateway_overwrites_no_run_of_all() -> None:
+    names = [
+        results_name(["3x2kB"], arms) for arms in ([], ["picker, lean"], ["picker, grpc.aio"], ["picker, lean", "no decision"])
+    ]
+    assert len(set(names)) == len(names) and all(re.fullmatch(r"[\w-]+", name) for name in names)
