@@ -474,7 +474,7 @@ impl Coming {
         if resident_blocks >= hashes.len()? {
             return Ok(());
         }
-        let (names, it) = (names(hashes)?, booking.borrow());
+        let (names, it) = (names(hashes)?.into_owned(), booking.borrow());
         let coming = &mut self.of.borrow_mut(booking.py()).coming;
         coming.file(it.number, it.slot, names, resident_blocks);
         if coming.len() > self.most {
@@ -493,8 +493,8 @@ impl Coming {
         let py = rows.py();
         let (tokens, of) = (prompt.getattr(intern!(py, "tokens"))?.extract::<usize>()?, self.of.borrow(py));
         let (most, mut spans) = (tokens.saturating_sub(1) / block_size, Vec::new());
-        let names = names(&prompt.getattr(intern!(py, "block_hashes"))?)?;
-        of.coming.look(&names, |slot, blocks| spans.push((slot, (blocks.min(most) * block_size) as f64)));
+        let hashes = prompt.getattr(intern!(py, "block_hashes"))?;
+        of.coming.look(&names(&hashes)?, |slot, blocks| spans.push((slot, (blocks.min(most) * block_size) as f64)));
         let mut found = Vec::with_capacity(spans.len());
         for (slot, supplied) in spans {
             let Some(account) = of.accounts[slot].as_ref() else { continue };

@@ -1,5 +1,6 @@
 //! The residency index as Python sees it: `penstock.gateway.residency.index.ResidencyIndex`, method by method.
 
+use std::borrow::Cow;
 use std::cell::Cell;
 
 use pyo3::buffer::PyBuffer;
@@ -24,15 +25,15 @@ pub struct ResidencyIndex {
 }
 
 /// The names of blocks; the whole list is read before anything is changed.
-pub fn names(hashes: &Bound<'_, PyAny>) -> PyResult<Vec<Hash>> {
+pub fn names<'a>(hashes: &'a Bound<'_, PyAny>) -> PyResult<Cow<'a, [Hash]>> {
     if let Ok(own) = hashes.cast::<BlockHashes>() {
-        return Ok(own.get().names.clone());
+        return Ok(Cow::Borrowed(&own.get().names));
     }
     let mut found = Vec::with_capacity(hashes.len().unwrap_or(0));
     for hash in hashes.try_iter()? {
         found.push(named(&hash?)?);
     }
-    Ok(found)
+    Ok(Cow::Owned(found))
 }
 
 fn named(hash: &Bound<'_, PyAny>) -> PyResult<Hash> {
@@ -153,14 +154,14 @@ impl ResidencyIndex {
     fn store(&mut self, key: &Bound<'_, PyAny>, hashes: &Bound<'_, PyAny>) -> PyResult<()> {
         let names = names(hashes)?;
         let bit = self.bit_or_new(key)?;
-        self.blocks.store(bit, names.into_iter());
+        self.blocks.store(bit, names.iter().copied());
         Ok(())
     }
 
     fn used(&mut self, key: &Bound<'_, PyAny>, hashes: &Bound<'_, PyAny>) -> PyResult<()> {
         if let Some(bit) = self.bit(key)? {
             if self.blocks.nearly_full(bit) {
-                self.blocks.used(bit, names(hashes)?.into_iter());
+                self.blocks.used(bit, names(hashes)?.iter().copied());
             }
         }
         Ok(())
@@ -168,7 +169,7 @@ impl ResidencyIndex {
 
     fn remove(&mut self, key: &Bound<'_, PyAny>, hashes: &Bound<'_, PyAny>) -> PyResult<()> {
         if let Some(bit) = self.bit(key)? {
-            self.blocks.remove(bit, names(hashes)?.into_iter());
+            self.blocks.remove(bit, names(hashes)?.iter().copied());
         }
         Ok(())
     }
@@ -203,7 +204,7 @@ impl ResidencyIndex {
 
     fn longest_prefix<'py>(&self, py: Python<'py>, hashes: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyDict>> {
         let mut spans = Vec::new();
-        self.blocks.walk(names(hashes)?.into_iter(), |bits, depth| spans.extend(ones(bits).map(|bit| (bit, depth))));
+        self.blocks.walk(names(hashes)?.iter().copied(), |bits, depth| spans.extend(ones(bits).map(|bit| (bit, depth))));
         let found = PyDict::new(py);
         for (bit, depth) in spans {
             if let Some(key) = &self.keys[bit] {

@@ -8,6 +8,7 @@ mod chats;
 mod choice;
 mod coming;
 mod cuts;
+mod fields;
 mod folded;
 mod h2;
 mod hashes;

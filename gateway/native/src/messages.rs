@@ -1,4 +1,4 @@
-//! The messages of ext_proc, as far as they are read and written here: Envoy's `external_processor.proto`, and what it refers to.
+//! The messages of ext_proc, as far as they are read here: Envoy's `external_processor.proto`, and what it refers to.
 //!
 //! Fields that nobody looks at stand here too where they hold text, so that a message is refused for the same bytes as by protobuf.
 
@@ -95,68 +95,4 @@ pub struct ProcessingRequest {
     pub observability_mode: bool,
     #[prost(message, optional, tag = "11")]
     pub protocol_config: Option<ProtocolConfiguration>,
-}
-
-#[derive(Clone, PartialEq, Message)]
-pub struct HeaderValueOption {
-    #[prost(message, optional, tag = "1")]
-    pub header: Option<HeaderValue>,
-    #[prost(int32, tag = "3")]
-    pub append_action: i32,
-}
-
-#[derive(Clone, PartialEq, Message)]
-pub struct HeaderMutation {
-    #[prost(message, repeated, tag = "1")]
-    pub set_headers: Vec<HeaderValueOption>,
-    #[prost(string, repeated, tag = "2")]
-    pub remove_headers: Vec<String>,
-}
-
-#[derive(Clone, PartialEq, Message)]
-pub struct StreamedBodyResponse {
-    #[prost(bytes = "vec", tag = "1")]
-    pub body: Vec<u8>,
-    #[prost(bool, tag = "2")]
-    pub end_of_stream: bool,
-}
-
-#[derive(Clone, PartialEq, Message)]
-pub struct BodyMutation {
-    #[prost(message, optional, tag = "3")]
-    pub streamed_response: Option<StreamedBodyResponse>,
-}
-
-#[derive(Clone, PartialEq, Message)]
-pub struct CommonResponse {
-    /// A `HeaderMutation` in bytes.
-    #[prost(bytes = "vec", tag = "2")]
-    pub header_mutation: Vec<u8>,
-    #[prost(message, optional, tag = "3")]
-    pub body_mutation: Option<BodyMutation>,
-    #[prost(bool, tag = "5")]
-    pub clear_route_cache: bool,
-}
-
-/// What answers headers, and what answers a body.
-#[derive(Clone, PartialEq, Message)]
-pub struct PartResponse {
-    #[prost(message, optional, tag = "1")]
-    pub response: Option<CommonResponse>,
-}
-
-#[derive(Clone, PartialEq, Message)]
-pub struct ProcessingResponse {
-    #[prost(message, optional, tag = "1")]
-    pub request_headers: Option<PartResponse>,
-    #[prost(message, optional, tag = "3")]
-    pub request_body: Option<PartResponse>,
-    #[prost(message, optional, tag = "8")]
-    pub dynamic_metadata: Option<Struct>,
-}
-
-/// A `Struct` of these fields.
-pub fn object(fields: impl IntoIterator<Item = (String, prost_types::value::Kind)>) -> Struct {
-    let valued = fields.into_iter().map(|(name, kind)| (name, prost_types::Value { kind: Some(kind) }));
-    Struct { fields: valued.collect::<BTreeMap<_, _>>() }
 }

@@ -1,6 +1,7 @@
 //! Reads what a proxy says over ext_proc, and writes the answers to requests with a destination: see
 //! `penstock.gateway.extproc.wire`, whose forms in Python are the statement.
 
+use std::borrow::Cow;
 use std::collections::BTreeMap;
 
 use hashbrown::HashMap;
@@ -9,15 +10,19 @@ use prost_types::value::Kind;
 use prost_types::{Struct, Value};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
+use pyo3::pybacked::PyBackedStr;
 use pyo3::types::{PyBytes, PyDict, PyList, PyString, PyTuple};
 
-use crate::messages::{
-    BodyMutation, CommonResponse, HeaderMap, HeaderMutation, HeaderValue, HeaderValueOption, Metadata, PartResponse,
-    ProcessingRequest, ProcessingResponse, Request, StreamedBodyResponse, object,
-};
+use crate::fields::{entry, field, head};
+use crate::messages::{HeaderMap, Metadata, ProcessingRequest, Request};
 
-/// `OVERWRITE_IF_EXISTS_OR_ADD`.
-const OVERWRITE: i32 = 2;
+/// Fields with their values: of an option for a header that it overwrites what is there or adds, of a response that the route is
+/// chosen anew, of a chunk that it is the last.
+const OVERWRITE: [u8; 2] = [3 << 3, 2];
+const CLEAR_ROUTE_CACHE: [u8; 2] = [5 << 3, 1];
+const END_OF_STREAM: [u8; 2] = [2 << 3, 1];
+/// What goes before the number of a `Value`.
+const NUMBER: u8 = 2 << 3 | 1;
 
 /// A field of a namespace in metadata or attributes.
 type Place = (String, String);
@@ -110,9 +115,9 @@ impl Wire {
         &self,
         py: Python<'py>,
         mutation: &[u8],
-        sets: Vec<(String, String)>,
-        removes: Vec<String>,
-        metadata: Vec<(String, Bound<'py, PyDict>)>,
+        sets: Vec<(PyBackedStr, PyBackedStr)>,
+        removes: Vec<PyBackedStr>,
+        metadata: Vec<(PyBackedStr, Bound<'py, PyDict>)>,
     ) -> PyResult<Bound<'py, PyBytes>> {
         Ok(PyBytes::new(py, &Self::picked_of(mutation, sets, removes, metadata)?))
     }
@@ -127,42 +132,38 @@ impl Wire {
     /// See `picked`.
     pub fn picked_of(
         mutation: &[u8],
-        sets: Vec<(String, String)>,
-        removes: Vec<String>,
-        metadata: Vec<(String, Bound<'_, PyDict>)>,
+        sets: Vec<(PyBackedStr, PyBackedStr)>,
+        removes: Vec<PyBackedStr>,
+        metadata: Vec<(PyBackedStr, Bound<'_, PyDict>)>,
     ) -> PyResult<Vec<u8>> {
-        let set = |(key, value): (String, String)| HeaderValueOption {
-            header: Some(HeaderValue { key, value: String::new(), raw_value: value.into_bytes() }),
-            append_action: OVERWRITE,
-        };
-        let more = HeaderMutation { set_headers: sets.into_iter().map(set).collect(), remove_headers: removes };
-        let header_mutation = [mutation, &more.encode_to_vec()].concat();
-        let mut spaces = Vec::with_capacity(metadata.len());
-        for (name, fields) in metadata {
-            let fields =
-                fields.iter().map(|(name, value)| Ok((name.extract()?, kind_of(&value)?))).collect::<PyResult<Vec<_>>>()?;
-            spaces.push((name, Kind::StructValue(object(fields))));
+        let mut mutation = mutation.to_vec();
+        for (name, value) in sets {
+            let header = field(1, &[&field(1, &[name.as_bytes()]), &field(3, &[value.as_bytes()])]);
+            mutation.extend(field(1, &[&header, &OVERWRITE]));
         }
-        let common = CommonResponse { header_mutation, body_mutation: None, clear_route_cache: true };
-        let answer = ProcessingResponse {
-            request_headers: Some(PartResponse { response: Some(common) }),
-            request_body: None,
-            dynamic_metadata: (!spaces.is_empty()).then(|| object(spaces)),
-        };
-        Ok(answer.encode_to_vec())
+        removes.iter().for_each(|name| mutation.extend(field(2, &[name.as_bytes()])));
+        let response = field(1, &[&field(2, &[&mutation]), &CLEAR_ROUTE_CACHE]);
+        let (mut spaces, mut values) = (Vec::new(), Vec::new());
+        for (name, fields) in metadata {
+            values.clear();
+            for (name, value) in fields {
+                values.extend(entry(name.cast::<PyString>()?.to_str()?, &value_of(&value)?));
+            }
+            spaces.extend(entry(&name, &field(5, &[&values])));
+        }
+        let metadata = if spaces.is_empty() { Vec::new() } else { field(8, &[&spaces]) };
+        Ok([field(1, &[&response]), metadata].concat())
     }
 
     /// See `chunk`.
     pub fn chunk_of(body: &[u8], ends: bool) -> Vec<u8> {
-        let streamed = StreamedBodyResponse { body: body.to_vec(), end_of_stream: ends };
-        let mutation = BodyMutation { streamed_response: Some(streamed) };
-        let common = CommonResponse { header_mutation: Vec::new(), body_mutation: Some(mutation), clear_route_cache: false };
-        let answer = ProcessingResponse {
-            request_headers: None,
-            request_body: Some(PartResponse { response: Some(common) }),
-            dynamic_metadata: None,
-        };
-        answer.encode_to_vec()
+        let last: &[u8] = if ends { &END_OF_STREAM } else { &[] };
+        let mut before = head(1, body.len());
+        // The streamed response, the mutation that it is of, its response, and what answers a body.
+        for number in [3, 3, 1, 3] {
+            before = [head(number, before.len() + body.len() + last.len()), before].concat();
+        }
+        [&before, body, last].concat()
     }
 
     /// Whether a request's metadata has the subset's hint.
@@ -181,7 +182,8 @@ impl Wire {
         for header in map.map_or(&[][..], |map| &map.headers) {
             let name = self.names.get(&header.key).or_else(|| self.names.get(&header.key.to_lowercase()));
             if let Some(name) = name {
-                let value = if header.raw_value.is_empty() { header.value.clone() } else { latin1(&header.raw_value) };
+                let raw = &header.raw_value;
+                let value = if raw.is_empty() { Cow::Borrowed(&*header.value) } else { latin1(raw) };
                 found.set_item(name, value)?;
             }
         }
@@ -237,13 +239,17 @@ fn plain<'py>(py: Python<'py>, value: &Value) -> PyResult<Bound<'py, PyAny>> {
     })
 }
 
-fn kind_of(value: &Bound<'_, PyAny>) -> PyResult<Kind> {
+/// A `Value`: a text, or a number.
+fn value_of(value: &Bound<'_, PyAny>) -> PyResult<Vec<u8>> {
     Ok(match value.cast::<PyString>() {
-        Ok(text) => Kind::StringValue(text.to_str()?.to_owned()),
-        Err(_) => Kind::NumberValue(value.extract()?),
+        Ok(text) => field(3, &[text.to_str()?.as_bytes()]),
+        Err(_) => [&[NUMBER][..], &value.extract::<f64>()?.to_le_bytes()].concat(),
     })
 }
 
-fn latin1(bytes: &[u8]) -> String {
-    bytes.iter().map(|&byte| char::from(byte)).collect()
+fn latin1(bytes: &[u8]) -> Cow<'_, str> {
+    match std::str::from_utf8(bytes) {
+        Ok(text) if text.is_ascii() => Cow::Borrowed(text),
+        _ => Cow::Owned(bytes.iter().map(|&byte| char::from(byte)).collect()),
+    }
 }

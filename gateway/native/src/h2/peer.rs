@@ -2,6 +2,7 @@
 
 use pyo3::intern;
 use pyo3::prelude::*;
+use pyo3::pybacked::PyBackedStr;
 use pyo3::types::{PyBytes, PyDict};
 
 use super::connection::{Core, Next, Told};
@@ -110,9 +111,9 @@ impl Connection {
         slf: &Bound<'_, Self>,
         stream: Py<Stream>,
         mutation: &[u8],
-        sets: Vec<(String, String)>,
-        removes: Vec<String>,
-        metadata: Vec<(String, Bound<'_, PyDict>)>,
+        sets: Vec<(PyBackedStr, PyBackedStr)>,
+        removes: Vec<PyBackedStr>,
+        metadata: Vec<(PyBackedStr, Bound<'_, PyDict>)>,
         body: &[u8],
     ) -> PyResult<()> {
         let picked = Wire::picked_of(mutation, sets, removes, metadata)?;

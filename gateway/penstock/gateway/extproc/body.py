@@ -1,8 +1,10 @@
 """Reads of a request's body what a pick needs; the engine is the judge of everything else in it."""
 
 import re
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any
 
+import msgspec
 import orjson
 
 from penstock.gateway.extproc.call import Refused
@@ -20,7 +22,7 @@ _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
 _LIMITS = ("max_completion_tokens", "max_output_tokens", "max_tokens")
 
 
-class Body(NamedTuple):
+class Body(msgspec.Struct, frozen=True):
     """A parsed body."""
 
     model: str
@@ -46,8 +48,15 @@ def parse_body(raw: bytes) -> Body:
         raise Refused(400, "model is missing: name the model that shall answer", "missing_model", param="model")
     if not isinstance(model, str) or not model:
         raise Refused(400, "model must be a non-empty string", "invalid_type", param="model")
-    limit = next((fields[name] for name in _LIMITS if fields.get(name) is not None), None)
-    return Body(model, fields.get("stream") is True, limit if type(limit) is int and limit >= 0 else None, fields)
+    return Body(model, fields.get("stream") is True, _limit(fields), fields)
+
+
+def _limit(fields: Mapping[str, Any]) -> int | None:
+    """The output tokens that the client wants at most, by the first of the names of that; None where it is no number."""
+    for name in _LIMITS:
+        if (limit := fields.get(name)) is not None:
+            return limit if type(limit) is int and limit >= 0 else None
+    return None
 
 
 def _work(raw: bytes) -> int:

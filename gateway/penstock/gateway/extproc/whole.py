@@ -153,9 +153,10 @@ class Taker:
 
     def request(self, stream: Stream, fields: dict[str, str], body: bytes, place: Place | None) -> Asked:
         """A request has come; returns what receives its stream."""
-        if place is None:
-            place = Place(self._service, self._peer)
-        return Asked(self._decide(stream, fields, body, place), self._peer.step_soon, place.close)
+        service, begun = self._service, place is not None
+        place = place or Place(service, self._peer)
+        call = Call(headers=fields, body=body, traceparent=stream.head.get(TRACEPARENT) if service.traced else None)
+        return Asked(self._decide(stream, call, place, begun=begun), self._peer.step_soon, place.close)
 
     def response(self, noted: Mapping[str, str], fields: dict[str, str], served: str | None) -> bytes | None:
         """The head of a response has come, and what was noted of its request; returns the answer, if there is one."""
@@ -166,15 +167,18 @@ class Taker:
             return answers.immediate(failure()).SerializeToString()
         return None
 
-    async def _decide(self, stream: Stream, fields: dict[str, str], body: bytes, place: Place) -> None:
+    async def _decide(self, stream: Stream, call: Call, place: Place, *, begun: bool) -> None:
         service, connection = self._service, self._peer.connection
         try:
-            outcome = await self._outcome(stream, fields, body, place)
+            place.hold(len(call.body))
+            if not begun:  # else its head was looked at when that came
+                service.director.preview(call)
+            outcome = reached(await service.director.route(call), service.destinations)
         except Refused as refused:
             if hands_over(refused):
                 connection.end(stream, trailers(grpc.StatusCode.UNAVAILABLE, str(refused), alone=True))
                 return self._peer.flush_soon()
-            service.director.refused(Call(headers=fields), refused)
+            service.director.refused(call, refused)
             outcome = answers.refusal(refused)
         except Exception:
             log.exception("a request could not be decided")
@@ -185,13 +189,5 @@ class Taker:
         else:
             service.director.passed_on(outcome)
             sent: Any = connection  # of the compiled kind
-            sent.routed(stream, *answers.pick(outcome), body if outcome.body is None else outcome.body)
+            sent.routed(stream, *answers.pick(outcome), call.body if outcome.body is None else outcome.body)
         return self._peer.flush_soon()
-
-    async def _outcome(self, stream: Stream, fields: dict[str, str], body: bytes, place: Place) -> Any:
-        """Where the request goes, or its answer; raises `Refused`."""
-        service = self._service
-        place.hold(len(body))
-        service.director.preview(Call(headers=fields))
-        span = stream.head.get(TRACEPARENT) if service.traced else None
-        return reached(await service.director.route(Call(headers=fields, body=body, traceparent=span)), service.destinations)

@@ -1,7 +1,6 @@
 """One pick as figures: the request's, and the columns of those who may take it."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
 from zlib import crc32
 
 import msgspec
@@ -132,7 +131,7 @@ def slate_of(
     )
 
 
-class Sketch(NamedTuple):
+class Sketch(msgspec.Struct, frozen=True):
     """What the slate of a usual request is made of where somebody asks: all rows that may take requests, none of them a last
     resort, and neither an adapter nor images."""
 
@@ -156,9 +155,9 @@ class Sketch(NamedTuple):
 
     def slate(self) -> Slate:
         """The slate, as it was."""
-        request, columns, seats, picked, now, turn, weights, rates = self
-        resident = np.frombuffer(picked.resident())
-        return _slate(request, columns, seats, seats.open, resident, now, turn, weights, rates, found=resident)
+        seats, resident = self.seats, np.frombuffer(self.picked.resident())
+        given = self.request, self.columns, seats, seats.open, resident, self.now, self.turn, self.weights, self.rates
+        return _slate(*given, found=resident)
 
 
 def _slate(

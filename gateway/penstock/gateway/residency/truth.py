@@ -5,7 +5,8 @@ import logging
 from bisect import bisect_left
 from collections import OrderedDict, defaultdict
 from math import inf
-from typing import NamedTuple
+
+import msgspec
 
 from penstock.api.events import RequestFinished
 from penstock.gateway.picker.candidates import ReplicaKey
@@ -27,7 +28,7 @@ ENOUGH = 20
 """Requests of a replica before its mean says anything."""
 
 
-class Prediction(NamedTuple):
+class Prediction(msgspec.Struct, frozen=True):
     """What was known when a request was sent."""
 
     model: str

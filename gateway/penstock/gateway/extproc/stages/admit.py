@@ -3,6 +3,8 @@
 import time
 from itertools import count
 
+import msgspec
+
 from penstock.api import headers
 from penstock.api.fleet import Model
 from penstock.gateway.extproc.body import parse_body
@@ -38,7 +40,7 @@ class Admit:
             ordinal = next(self._ordinals) if ordinal is None else ordinal
             model = passage.model
             # What was read of a body takes up to 25 times its bytes: who waits keeps the bytes alone.
-            passage.body = passage.body._replace(fields={})
+            passage.body = msgspec.structs.replace(passage.body, fields={})
             try:
                 await self._wait(passage, tokens, ordinal)
             except FleetMoved:

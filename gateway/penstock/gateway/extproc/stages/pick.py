@@ -123,7 +123,7 @@ def _for_the_log(
         "score": choice.scores[0],
         "prompt_tokens": prompt_tokens,
         "resident_tokens": choice.resident_tokens,
-        "waited_ms": round((now - passage.came) * 1e3, 3),
+        "waited_ms": round((now - passage.came) * 1e6) / 1e3,
     }
     if explanation is not None:
         log[headers.REASONS] = explanation
