@@ -1,13 +1,11 @@
 //! Fields of protobuf's messages, written as bytes: whatever has bytes of its own, which are texts and messages, too.
 
+use prost::encode_length_delimiter;
+
 /// What goes before `size` bytes of the field `number`, which is below 16.
 pub fn head(number: u8, size: usize) -> Vec<u8> {
-    let (mut out, mut rest) = (vec![number << 3 | 2], size);
-    while rest >= 0x80 {
-        out.push(rest as u8 | 0x80);
-        rest >>= 7;
-    }
-    out.push(rest as u8);
+    let mut out = vec![number << 3 | 2];
+    encode_length_delimiter(size, &mut out).expect("a vector grows");
     out
 }
 
