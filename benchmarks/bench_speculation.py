@@ -43,7 +43,7 @@ from tokenizers import Tokenizer
 
 K = 4
 STREAMS, QUICK_STREAMS = (1, 4, 16, 32), (1, 16)
-PROCESSES, ROUNDS = 5, 4
+PROCESSES, ROUNDS = 3, 4
 APART = 400
 """Prompts that a process leaves out for each before it, at least as many as one asks of a source."""
 LEAST, WAVES = 6, 3
