@@ -205,7 +205,7 @@ def middle(rounds: list[list[dict[str, Any]]]) -> Iterator[dict[str, Any]]:
 
 
 def results_name(settings: list[str], arms: list[str]) -> str:
-    """What a run of only these is called, so that it overwrites none of more."""
+    """What a run of these is called, peers among the arms, so that it overwrites none of others."""
     return "-".join(["gateway", *settings, *(re.sub(r"\W+", "_", arm) for arm in arms)])
 
 
@@ -239,7 +239,7 @@ def main() -> int:
     if arguments.quick:
         return 0
     path = write_results(
-        results_name(arguments.setting or [], arguments.arm or []),
+        results_name(arguments.setting or [], [*(arguments.arm or []), *arguments.peer]),
         {"grpc": grpc.__version__, "rounds": arguments.rounds, "rows": rows},
     )
     console.print(f"written to {path}")

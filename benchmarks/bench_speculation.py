@@ -237,17 +237,15 @@ def measure_in_process(part: str, streams: Sequence[int], rounds: int, number: i
         sides = demo_sides()
         return list(measure("penstock-tiny", sides, demo_workloads(sides, number), streams, rounds))
     with tempfile.TemporaryDirectory() as folder:
-        # Nothing here is drawn, and no answer is like another: a round tells what several would.
-        return list(measure("walk", walk_sides(Path(folder)), walk_workloads(number), streams, 1))
+        return list(measure("walk", walk_sides(Path(folder)), walk_workloads(number), streams, rounds))
 
 
 def measure_in_processes(part: str, streams: Sequence[int], rounds: int, processes: int) -> list[Cell]:
     """The same of several processes, one after the other."""
     spawned = multiprocessing.get_context("spawn")
-    found: list[list[Cell]] = []
     with ProcessPoolExecutor(1, mp_context=spawned, max_tasks_per_child=1) as pool:
         tasks = [pool.submit(measure_in_process, part, streams, rounds, number) for number in range(processes)]
-        found += [task.result() for task in track(tasks, f"{part}: {processes} processes")]
+        found = [task.result() for task in track(tasks, f"{part}: {processes} processes")]
     return [functools.reduce(Cell.with_rounds_of, cells) for cells in zip(*found, strict=True)]
 
 
@@ -305,6 +303,8 @@ def measure_part(part: str, streams: Sequence[int], rounds: int, processes: int,
         for name, reason in absent.items():
             console.print(f"{name} is not compared: {reason}")
         return {"output": WALK_OUTPUT, "drafts": K, "absent": absent, "gates": judge_peers(rows), "rows": rows}
+    if part == "heads":
+        rounds = 1  # nothing in it is drawn, and no answer is like another: a round tells what several would
     cells = measure_in_processes(part, streams, rounds, processes)
     rows = [row for cell in cells for row in cell.rows()]
     show(f"{part}, bf16", rows, console)

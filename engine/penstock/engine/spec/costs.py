@@ -64,7 +64,7 @@ class StepCosts:
         """By size: of the last steps without drafts, how many times as long they took as at the start."""
         self._level = [1.0] * len(self._costs)
         """By size: the median of these."""
-        self._surprises = [deque([1.0, 1.0], maxlen=_HELD_UP) for _ in self._costs]
+        self._surprises = [deque([1.0] * _HELD_UP, maxlen=_HELD_UP) for _ in self._costs]
         """By size: of the last steps with drafts, how many times as long they took as was expected."""
         self._comparisons = [[0] * len(self._knots) for _ in self._costs]
 
