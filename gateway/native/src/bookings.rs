@@ -29,7 +29,7 @@ pub struct Booking {
     #[pyo3(get)]
     request_id: String,
     #[pyo3(get)]
-    key: Py<PyAny>,
+    pub key: Py<PyAny>,
     #[pyo3(get)]
     prefill_tokens: i64,
     #[pyo3(get)]
@@ -66,11 +66,25 @@ impl Booking {
     }
 }
 
+/// Where a replica is.
+pub struct Place {
+    /// The figures of its model.
+    folded: Py<Folded>,
+    pub row: usize,
+    /// The same, as Python has them.
+    pub columns: Py<PyAny>,
+    /// Empty where it is one of several there.
+    pub address: String,
+}
+
+/// A replica's key, and the fields of its `Place`.
+type Placed<'py> = (Bound<'py, PyAny>, Py<Folded>, usize, Py<PyAny>, String);
+
 /// The bookings of one replica.
 struct Account {
     key: Py<PyAny>,
-    /// Where its figures are; None: it is of no model.
-    place: Option<(Py<Folded>, usize)>,
+    /// None: it is of no model.
+    place: Option<Place>,
     bookings: LinkedHashMap<String, Vec<Py<Booking>>>,
     counts: [i64; STATES],
     unreported: LinkedHashMap<u64, Py<Booking>>,
@@ -95,7 +109,7 @@ impl Account {
         }
         let [requests, prefill_tokens, transfer_tokens] = self.outstanding;
         match &self.place {
-            Some((folded, row)) => folded.borrow_mut(py).booked(py, *row, requests, prefill_tokens, transfer_tokens),
+            Some(Place { folded, row, .. }) => folded.borrow_mut(py).booked(py, *row, requests, prefill_tokens, transfer_tokens),
             None => Ok(()),
         }
     }
@@ -146,7 +160,7 @@ impl Account {
     }
 
     fn left(&self, py: Python<'_>) -> PyResult<()> {
-        self.place.as_ref().map_or(Ok(()), |(folded, row)| folded.borrow_mut(py).left(py, *row))
+        self.place.as_ref().map_or(Ok(()), |it| it.folded.borrow_mut(py).left(py, it.row))
     }
 
     fn all(&self, py: Python<'_>) -> Vec<Py<Booking>> {
@@ -243,10 +257,18 @@ impl Bookings {
     pub fn supplied(&self, folded: &Bound<'_, Folded>, hashes: &[Hash], mut found: impl FnMut(usize, usize)) {
         self.coming.look(hashes, |slot, blocks| {
             let place = self.accounts.get(slot).and_then(Option::as_ref).and_then(|account| account.place.as_ref());
-            if let Some((_, row)) = place.filter(|(its, _)| its.is(folded)) {
+            if let Some(Place { row, .. }) = place.filter(|it| it.folded.is(folded)) {
                 found(*row, blocks);
             }
         });
+    }
+
+    /// Where the replica of a booking is.
+    pub fn place_of(&self, py: Python<'_>, booking: &Booking) -> PyResult<Option<&Place>> {
+        let Some(account) = self.accounts.get(booking.slot).and_then(Option::as_ref) else { return Ok(None) };
+        // The slot of a booking that has ended may be another replica's by now.
+        let its = booking.state != RELEASED || account.key.bind(py).eq(&booking.key)?;
+        Ok(account.place.as_ref().filter(|_| its))
     }
 
     pub fn expects(&self) -> bool {
@@ -268,7 +290,7 @@ fn tell(told: &Py<PyList>, booking: &Bound<'_, Booking>, by: Option<&Bound<'_, P
     Ok(())
 }
 
-fn released(me: &Bound<'_, Bookings>, booking: &Bound<'_, Booking>, by: &Bound<'_, PyAny>) -> PyResult<()> {
+pub fn released(me: &Bound<'_, Bookings>, booking: &Bound<'_, Booking>, by: &Bound<'_, PyAny>) -> PyResult<()> {
     let py = me.py();
     let ended = me.borrow_mut().end(py, booking.as_unbound(), by)?;
     if ended { tell(&me.borrow().ended.clone_ref(py), booking, Some(by)) } else { Ok(()) }
@@ -295,11 +317,11 @@ impl Bookings {
     }
 
     /// Where the figures of each replica are: all that are of a model.
-    fn placed(&mut self, py: Python<'_>, places: Vec<(Bound<'_, PyAny>, Py<Folded>, usize)>) -> PyResult<()> {
+    fn placed(&mut self, py: Python<'_>, places: Vec<Placed<'_>>) -> PyResult<()> {
         self.accounts.iter_mut().flatten().for_each(|account| account.place = None);
-        for (key, folded, row) in places {
+        for (key, folded, row, columns, address) in places {
             let slot = self.slot_or_new(&key)?;
-            self.account(slot)?.place = Some((folded, row));
+            self.account(slot)?.place = Some(Place { folded, row, columns, address });
         }
         (0..self.accounts.len()).try_for_each(|slot| self.tidy(py, slot))
     }
@@ -383,7 +405,13 @@ impl Bookings {
         tell(&me.borrow().moved.clone_ref(py), booking, None)
     }
 
-    fn responded(&mut self, py: Python<'_>, booking: &Bound<'_, Booking>, report: Option<(i64, i64)>, now: f64) -> PyResult<()> {
+    pub fn responded(
+        &mut self,
+        py: Python<'_>,
+        booking: &Bound<'_, Booking>,
+        report: Option<(i64, i64)>,
+        now: f64,
+    ) -> PyResult<()> {
         let slot = {
             let mut it = booking.borrow_mut();
             if it.state != PENDING {
@@ -395,7 +423,7 @@ impl Bookings {
         self.account(slot)?.set(py, booking.as_unbound(), UNREPORTED)
     }
 
-    fn reported(&mut self, py: Python<'_>, key: &Bound<'_, PyAny>, epoch: i64, seq: i64, asked_at: f64) -> PyResult<()> {
+    pub fn reported(&mut self, py: Python<'_>, key: &Bound<'_, PyAny>, epoch: i64, seq: i64, asked_at: f64) -> PyResult<()> {
         let Some(slot) = self.slot(key)? else { return Ok(()) };
         let account = self.account(slot)?;
         let included = account.unreported.values().filter(|it| it.borrow(py).included((epoch, seq), asked_at));

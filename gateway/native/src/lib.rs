@@ -20,6 +20,7 @@ mod prefixes;
 mod price;
 mod report;
 mod residency;
+mod responses;
 mod text;
 mod wire;
 mod words;
@@ -51,7 +52,7 @@ fn chain<'py>(
 #[pymodule]
 fn penstock_gateway_native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     // Number of the interface in `penstock.gateway.picker.compiled`.
-    module.add("INTERFACE", 13)?;
+    module.add("INTERFACE", 14)?;
     module.add("VERSION", env!("CARGO_PKG_VERSION"))?;
     module.add("FIGURES", price::FIGURES)?;
     module.add_class::<bookings::Bookings>()?;
@@ -64,6 +65,7 @@ fn penstock_gateway_native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<hashes::BlockHashes>()?;
     module.add_class::<index::ResidencyIndex>()?;
     module.add_class::<report::ReportReader>()?;
+    module.add_class::<responses::Responses>()?;
     module.add_class::<text::TextHasher>()?;
     module.add_class::<wire::Wire>()?;
     module.add_function(wrap_pyfunction!(chain, module)?)?;

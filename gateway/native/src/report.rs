@@ -76,7 +76,7 @@ impl ReportReader {
     }
 
     /// A report; None for any other text, right or wrong, and for figures that no replica can have.
-    fn read(me: &Bound<'_, Self>, value: &str) -> Option<Said> {
+    pub fn read(me: &Bound<'_, Self>, value: &str) -> Option<Said> {
         let (figures, waiting) = me.get().parse(value.as_bytes())?;
         Some(Said { figures, waiting, by: me.clone().unbind() })
     }
@@ -93,13 +93,13 @@ pub struct Said {
 #[pymethods]
 impl Said {
     #[getter]
-    fn epoch(&self) -> u64 {
-        self.read()[0] as u64
+    pub fn epoch(&self) -> i64 {
+        self.read()[0] as i64
     }
 
     #[getter]
-    fn seq(&self) -> u64 {
-        self.read()[1] as u64
+    pub fn seq(&self) -> i64 {
+        self.read()[1] as i64
     }
 
     /// The fields in order.

@@ -9,10 +9,18 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry
 
+from penstock.api import headers
 from penstock.api.events import AllBlocksCleared, BlockRemoved, BlockStored, RequestFinished
 from penstock.api.fleet import Fleet, Model, Pool, Replica
 from penstock.api.load_report import LoadReport, encode
+from penstock.gateway.extproc.call import ResponseHead, Routed
+from penstock.gateway.extproc.stages.respond import Respond
+from penstock.gateway.flow.control import DEFAULT_LIMITS
+from penstock.gateway.flow.gate import FlowGate
+from penstock.gateway.http.metrics import PickerMetrics
+from penstock.gateway.load.follower import FleetFollower
 from penstock.gateway.load.own_reports import OwnReports
 from penstock.gateway.picker.bookings import EXPIRY_S, State
 from penstock.gateway.picker.candidates import ReplicaKey
@@ -80,8 +88,11 @@ class World:
         self._gone: set[int] = set()
         self._booked: list[Any] = []
         self._reports = OwnReports(state.compiled)
+        self._metrics = PickerMetrics(CollectorRegistry(), state.outcomes)
+        self._respond = Respond(state, FlowGate(FleetFollower(state), DEFAULT_LIMITS), self._metrics)
         self.ended: list[tuple[str, ReplicaKey, str]] = []
         self.moved: list[tuple[str, ReplicaKey]] = []
+        self.answers: list[ReplicaKey | None] = []
         state.bookings.ended.append(lambda it, by: self.ended.append((it.request_id, it.key, by)))
         state.bookings.moved.append(lambda it: self.moved.append((it.request_id, it.key)))
         self._update()
@@ -134,21 +145,83 @@ class World:
         coming = len(self.state._coming)
         return counts, totals, outstanding, told, dict(bookings.released), sorted(self.ended), self.moved, coming, reports
 
+    def _report(self, epoch: int, seq: int) -> LoadReport:
+        rng = self._rng
+        return LoadReport(
+            epoch=epoch, seq=seq, num_requests_running=rng.randrange(20),
+            num_requests_waiting=rng.choice(({}, {}, {"capacity": 3})),
+            max_num_seqs=rng.choice((0, 16, 64)), kv_cache_usage_perc=rng.choice((0.0, 0.5, 0.97)),
+            kv_blocks_total=rng.choice((0, 1000)), kv_blocks_reclaimable=rng.randrange(900),
+            prefill_backlog_tokens=rng.choice((0, 0, 5000)), prefill_tokens_per_s=rng.choice((0.0, 1000.0, 3000.0)),
+            decode_step_s=rng.choice((0.0, 0.01, 0.02)), lora_slots=rng.choice((0, 0, 2)),
+            lora_running=rng.choice(({}, {}, {"a": 1})), transfer_s=rng.choice((0.0, 0.0, 0.02)),
+        )  # fmt: skip
+
+    def _answer(self, booking: Any) -> None:
+        """The head of a response comes, usual or not."""
+        rng = self._rng
+        replica = self.state.directory.replicas.get(rng.choice((booking.key, booking.key, booking.key, self._key())))
+        served = rng.choice(
+            (replica and replica.endpoint,) * 8 + (None, "", "10.0.0.200:8000", f" {replica and replica.endpoint}")
+        )
+        fields = {":status": rng.choice(("200", "200", "200", "200", "204", "2", "404", "503"))}
+        kinds = (
+            "application/json",
+            "text/event-stream",
+            "text/event-stream; charset=utf-8",
+            "TEXT/EVENT-STREAM",
+            "text/html",
+            None,
+        )
+        if kind := rng.choice(kinds):
+            fields["content-type"] = kind
+        self._seq += 1
+        report = self._report(rng.choice((1,) * 12 + (2,)), self._seq - rng.choice((0, 0, 0, 3)))
+        match rng.choice(("text", "text", "text", "text", "none", "json", "wrong", "binary")):
+            case "text":
+                fields[headers.LOAD] = encode(report, "TEXT")
+            case "json":
+                fields[headers.LOAD] = encode(report, "JSON")
+            case "wrong":
+                fields[headers.LOAD] = encode(report, "TEXT") + ", named_metrics.more=1"
+            case "binary":
+                fields |= {headers.LOAD: encode(self._report(1, 1), "TEXT"), headers.LOAD_BIN: encode(report, "BIN")[4:]}
+            case _:
+                pass
+        routed = Routed(endpoints=[], pool=None, booking=booking, model=MODEL.id, name="m", came=self.now - 0.5)
+        self.answers.append(self._respond.take_in(routed, ResponseHead(headers=fields, served=served), self.now))
+
+    def counted(self) -> list[Any]:
+        """What is told of answers."""
+        return [
+            self.answers,
+            [family.samples for family in self._metrics.collect()],
+            self.state.outcomes.view(self.state.directory.names),
+        ]
+
     def _happen(self) -> None:
         rng, state, key = self._rng, self.state, self._key()
-        kinds = ("report", "report", "event", "event", "end", "end", "moved", "finished", "trouble", "left", "lost", "rare")
+        kinds = (
+            "report",
+            "report",
+            "event",
+            "event",
+            "end",
+            "end",
+            "answered",
+            "answered",
+            "answered",
+            "moved",
+            "finished",
+            "trouble",
+            "left",
+            "lost",
+            "rare",
+        )
         match rng.choice(kinds):
             case "report":
                 self._seq += 1
-                report = LoadReport(
-                    epoch=1, seq=self._seq, num_requests_running=rng.randrange(20),
-                    num_requests_waiting=rng.choice(({}, {}, {"capacity": 3})),
-                    max_num_seqs=rng.choice((0, 16, 64)), kv_cache_usage_perc=rng.choice((0.0, 0.5, 0.97)),
-                    kv_blocks_total=rng.choice((0, 1000)), kv_blocks_reclaimable=rng.randrange(900),
-                    prefill_backlog_tokens=rng.choice((0, 0, 5000)), prefill_tokens_per_s=rng.choice((0.0, 1000.0, 3000.0)),
-                    decode_step_s=rng.choice((0.0, 0.01, 0.02)), lora_slots=rng.choice((0, 0, 2)),
-                    lora_running=rng.choice(({}, {}, {"a": 1})), transfer_s=rng.choice((0.0, 0.0, 0.02)),
-                )  # fmt: skip
+                report = self._report(1, self._seq)
                 said = report if rng.random() < 0.3 else self._reports.read(encode(report, "TEXT"))
                 state.reported(key, said, self.now, in_header=said is not report)
             case "event":
@@ -161,6 +234,8 @@ class World:
                     state.bookings.responded(booking, (1, self._seq), self.now)
                 else:
                     state.bookings.release(booking, "answered")
+            case "answered" if self._booked:
+                self._answer(rng.choice(self._booked))
             case "moved" if self._booked:
                 state.bookings.move(rng.choice(self._booked), key)
             case "finished" if self._booked:
@@ -197,6 +272,7 @@ def test_the_same_history_has_the_same_picks(seed: int) -> None:
         one, other = (seen(world.step()) for world in worlds)
         assert one == other
         assert worlds[0].bookings() == worlds[1].bookings()
+        assert worlds[0].counted() == worlds[1].counted()
     first, second = (world.state.residency for world in worlds)
     assert isinstance(first, ResidencyIndex) and not isinstance(second, ResidencyIndex)
     assert (first.entries, first.dropped, len(first)) == (second.entries, second.dropped, len(second))
@@ -224,6 +300,59 @@ def test_usual_picks_are_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
         state.picks.of(msgspec.structs.replace(MODEL, policy="LeastRequest"), asked, 0.0)
     with pytest.raises(NotImplementedError):
         state.picks.of(MODEL, asked, 0.0, excluded=[ReplicaKey("u1", 8000)])
+
+
+@pytest.mark.parametrize("streams", [True, False])
+def test_usual_responses_are_one_call(monkeypatch: pytest.MonkeyPatch, *, streams: bool) -> None:
+    def no_steps(*_: object) -> ReplicaKey:
+        raise NotImplementedError
+
+    monkeypatch.setattr(Respond, "_uncommon", no_steps)
+    state = FleetState(compiled=COMPILED)
+    metrics = PickerMetrics(CollectorRegistry(), state.outcomes)
+    respond = Respond(state, FlowGate(FleetFollower(state), DEFAULT_LIMITS), metrics)
+    ranks = [
+        Replica(uid=f"u{n}", name="r", pool="p", host="10.0.0.1", port=8000 + n, events_port=1, replay_port=1, ready=True)
+        for n in range(2)
+    ]
+    ranks += [
+        Replica(uid="u2", name="r", pool="p", host="10.0.0.2", port=8000, rank=n, events_port=1, replay_port=1, ready=True)
+        for n in range(2)
+    ]
+    state.update(Fleet(models=[MODEL], pools=[Pool(id="p", model=MODEL.id)], replicas=ranks))
+    kind = "text/event-stream" if streams else "application/json"
+
+    def answered(key: ReplicaKey, served: str | None, **fields: str) -> Any:
+        booking = state.bookings.book("r", key, 1, 0.0)
+        routed = Routed(endpoints=[], pool=None, booking=booking, model=MODEL.id, name="m", came=0.0)
+        found = {":status": "200", "content-type": kind, **{name.replace("_", "-"): value for name, value in fields.items()}}
+        assert respond.take_in(routed, ResponseHead(headers=found, served=served), 1.0) == key
+        return booking
+
+    key, address = ReplicaKey("u0", 8000), "10.0.0.1:8000"
+    assert answered(key, address).state is (State.UNREPORTED if streams else State.RELEASED)
+    load = encode(LoadReport(epoch=1, seq=2, num_requests_running=3), "TEXT")
+    with pytest.raises(NotImplementedError):  # the first report of a replica
+        answered(key, address, endpoint_load_metrics=load)
+    state.reported(key, LoadReport(epoch=1, seq=1), 0.5)
+    answered(key, address, endpoint_load_metrics=load)
+    heard = state.reports.get(key)
+    assert heard is not None and heard.report.num_requests_running == 3 and heard.at == 1.0
+    other_process, reordered = encode(LoadReport(epoch=2, seq=1), "TEXT"), load.replace("TEXT ", "TEXT cpu=1, ")
+    for uncommon in (other_process, reordered):
+        with pytest.raises(NotImplementedError):
+            answered(key, address, endpoint_load_metrics=uncommon)
+    for served in (None, "10.0.0.1:8001", "10.0.0.9:8000"):
+        with pytest.raises(NotImplementedError):
+            answered(key, served)
+    for fields in ({":status": "500"}, {"content_type": "text/html"}, {"endpoint_load_metrics_bin": ""}):
+        with pytest.raises(NotImplementedError):
+            answered(key, address, **fields)
+    with pytest.raises(NotImplementedError):  # which of its ranks has answered the address does not say
+        answered(ReplicaKey("u2", 8000, 0), "10.0.0.2:8000")
+    state.unreachable(ReplicaKey("u1", 8001), 0.0)
+    with pytest.raises(NotImplementedError):
+        answered(key, address)
 
 
 @pytest.mark.parametrize("compiled", [None, COMPILED])

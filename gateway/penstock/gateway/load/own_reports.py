@@ -5,7 +5,7 @@ import msgspec
 from penstock.api import load_report
 from penstock.api.events import BEYOND, absurd
 from penstock.api.load_report import FIGURES, WAITING, WAITING_REASONS, LoadReport, LoadReportError
-from penstock.gateway.picker.compiled import Compiled, Said
+from penstock.gateway.picker.compiled import Compiled, ReportReader, Said
 
 
 class OwnReports:
@@ -16,15 +16,15 @@ class OwnReports:
     """
 
     def __init__(self, compiled: Compiled | None) -> None:
-        self._read = None
+        self.reader: ReportReader | None = None
         if compiled is not None:
             figures = [(name, kind is int) for name, kind in FIGURES]
             place = [field.name for field in msgspec.structs.fields(LoadReport)].index(WAITING)
-            self._read = compiled.ReportReader(figures, WAITING, WAITING_REASONS, place, BEYOND).read
+            self.reader = compiled.ReportReader(figures, WAITING, WAITING_REASONS, place, BEYOND)
 
     def read(self, value: str) -> LoadReport | Said:
         """The report in a header's value; raises `LoadReportError` where there is none, or none that a replica can send."""
-        if self._read is not None and (found := self._read(value)) is not None:
+        if self.reader is not None and (found := self.reader.read(value)) is not None:
             return found
         return sane(load_report.decode(value))
 

@@ -46,13 +46,13 @@ class ReportStore:
     """
 
     def __init__(self) -> None:
-        self._heard: dict[ReplicaKey, Heard] = {}
+        self.heard: dict[ReplicaKey, Heard] = {}
 
     def observe(self, key: ReplicaKey, report: LoadReport | Said, now: float) -> bool:
         """Takes in a report received at `now`; says whether the replica has restarted since the one before."""
-        heard = self._heard.get(key)
+        heard = self.heard.get(key)
         if heard is None:
-            self._heard[key] = Heard(report, now)
+            self.heard[key] = Heard(report, now)
             return False
         old = heard.newest
         late = report.epoch < old.epoch and now - heard.at < GONE_S
@@ -63,24 +63,24 @@ class ReportStore:
 
     def get(self, key: ReplicaKey) -> Heard | None:
         """What was heard of `key`; None where nothing was."""
-        return self._heard.get(key)
+        return self.heard.get(key)
 
     def heard_after(self, key: ReplicaKey, moment: float) -> bool:
         """Whether the newest report of `key` came after that moment."""
-        heard = self._heard.get(key)
+        heard = self.heard.get(key)
         return heard is not None and heard.at > moment
 
     def idle(self, key: ReplicaKey, after: float) -> bool:
         """Whether the newest report of `key` came after that moment and says that nothing runs or waits there."""
         if not self.heard_after(key, after):
             return False
-        report = self._heard[key].report
+        report = self.heard[key].report
         return not (report.num_requests_running or report.waiting or report.kv_cache_usage_perc)
 
     def drop(self, key: ReplicaKey) -> None:
         """Forgets a replica that is gone."""
-        self._heard.pop(key, None)
+        self.heard.pop(key, None)
 
     def silent(self, keys: list[ReplicaKey], now: float, after_s: float) -> list[ReplicaKey]:
         """Return those of `keys` without a report for `after_s` seconds."""
-        return [key for key in keys if (heard := self._heard.get(key)) is None or now - heard.at >= after_s]
+        return [key for key in keys if (heard := self.heard.get(key)) is None or now - heard.at >= after_s]

@@ -18,7 +18,7 @@ from penstock.gateway.picker.figures import Figures, Floats, Rates
 from penstock.gateway.residency.index import MAX_BLOCKS, MAX_BLOCKS_PER_REPLICA, Knowledge, ResidencyIndex
 
 PACKAGE, MODULE = "penstock-gateway-native", "penstock_gateway_native"
-INTERFACE = 13
+INTERFACE = 14
 """Number of what follows; rises with each change of it. A package with another number is not used."""
 
 log = logging.getLogger(__name__)
@@ -154,6 +154,11 @@ class ReportReader(Protocol):
         ...
 
 
+UsualResponses = Callable[[Any, Mapping[str, str], str | None, float], bool | None]
+"""Takes in the head of a response at a moment (monotonic seconds), where that is usual: the booking, the headers, who answered.
+Returns whether the answer is streamed. None: it is not usual, and nothing has changed."""
+
+
 class Compiled(Protocol):
     """What the package has. Arrays are contiguous; bytes stand for booleans."""
 
@@ -241,6 +246,27 @@ class Compiled(Protocol):
             booked: Makes what is outstanding of its three numbers.
             released: Counts ends by cause.
             expiry_s: Seconds after which a booking ends by itself.
+        """
+        ...
+
+    def Responses(
+        self,
+        bookings: Any,
+        reader: ReportReader,
+        heard: Mapping[ReplicaKey, Any],
+        troubled: Mapping[ReplicaKey, Any],
+        loads: Sequence[str],
+    ) -> Any:
+        """What takes in usual responses: its `take_in` is `penstock.gateway.extproc.stages.respond.Respond.take_in` where the
+        replica of the booking has answered with 2xx, without a report or with a later one of the same process as `reader` reads
+        them, and none is troubled.
+
+        Args:
+            bookings: Made by `Bookings`.
+            reader: Made by `ReportReader`.
+            heard: The newest reports: `penstock.gateway.load.reports.ReportStore.heard`.
+            troubled: `penstock.gateway.picker.outliers.Outliers.records`.
+            loads: The headers with reports: what `reader` reads, and another encoding.
         """
         ...
 

@@ -74,6 +74,12 @@ class Directory:
         replica = self.replicas.get(key)
         return replica is not None and replica.events_port != 0
 
+    def address_of(self, key: ReplicaKey) -> str:
+        """Where `key` is, if it is the only one there: `key_at` finds it by that. Empty if it is one of several."""
+        replica = self.replicas.get(key)
+        alone = replica is not None and key.rank is None and self.key_at(replica.endpoint) == key
+        return replica.endpoint if replica is not None and alone else ""
+
     def key_at(self, endpoint: str, rank: int | None = None) -> ReplicaKey | None:
         """The replica at an `ip:port`, however the address is written.
 

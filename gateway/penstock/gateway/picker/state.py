@@ -3,6 +3,7 @@ them. No I/O; time is an argument (monotonic seconds)."""
 
 from bisect import bisect_left
 
+from penstock.api import headers
 from penstock.api.events import AllBlocksCleared, BlockRemoved, BlockStored, Event, RequestFinished
 from penstock.api.fleet import LATENCY_EDGES_S, Engine, Fleet, Model
 from penstock.api.load_report import LoadReport
@@ -13,7 +14,7 @@ from penstock.gateway.models.outcomes import Outcomes
 from penstock.gateway.picker.bookings import Booking, bookings_of
 from penstock.gateway.picker.candidates import ReplicaKey
 from penstock.gateway.picker.coming import coming_of
-from penstock.gateway.picker.compiled import Compiled, Said, index_of
+from penstock.gateway.picker.compiled import Compiled, ReportReader, Said, UsualResponses, index_of
 from penstock.gateway.picker.directory import Directory
 from penstock.gateway.picker.outliers import Outliers
 from penstock.gateway.picker.picks import Picks
@@ -73,7 +74,7 @@ class FleetState:
         pools = {pool.id for pool in fleet.pools}
         self.ttft_counts = {pool: counts for pool, counts in self.ttft_counts.items() if pool in pools}
         introduced = self._places.update(self.directory.answering, self.directory.prefilling)
-        self._places.lay_out(self.bookings)
+        self._places.lay_out(self.bookings, self.directory.address_of)
         for key in introduced:
             self._introduce(key)
         for key in change.fallen:  # what the process that takes its place has, that one has to say
@@ -168,6 +169,12 @@ class FleetState:
             return
         if self._loaded.said(key, report.seq, report.adapters):
             self._serve(key)
+
+    def usual_responses(self, reader: ReportReader | None) -> UsualResponses | None:
+        """What takes in usual responses, whose reports `reader` reads; None: there is no such thing in Python."""
+        if self.compiled is None or reader is None:
+            return None
+        return self.compiled.Responses(self.bookings, reader, self.reports.heard, self.outliers.records, headers.LOADS).take_in
 
     def mute(self, key: ReplicaKey) -> None:
         """Record that `key` answered its load poll with something else, so that its adapters stay unknown."""

@@ -30,13 +30,33 @@ class Respond:
         self._gate = gate
         self._metrics = metrics
         self._own_reports = OwnReports(state.compiled)
+        self._usual = state.usual_responses(self._own_reports.reader)
 
     def run(self, routed: Routed, head: ResponseHead) -> list[tuple[str, str]]:
         """Takes in the head of the response; returns headers to add to it."""
-        now, state, booking = time.monotonic(), self._state, routed.booking
-        status = head.headers.get(":status", "")
-        if _informs(status):
+        if _informs(head.headers.get(":status", "")):
             return []
+        key = self.take_in(routed, head, time.monotonic())
+        added = [] if key is None else [(headers.REPLICA, key.uid)]
+        added.append((headers.MODEL, answers.printable(routed.name)))
+        if routed.explanation is not None:
+            added.append((headers.DECISION, routed.explanation))
+        return added
+
+    def take_in(self, routed: Routed, head: ResponseHead, now: float) -> ReplicaKey | None:
+        """Takes in the head of the response; returns who has answered, as far as that is known."""
+        key = routed.booking.key
+        if self._usual is not None and routed.prefill_booking is None and self._state.engine(key) == "penstock":
+            streamed = self._usual(routed.booking, head.headers, head.served, now)
+            if streamed is not None:
+                self._metrics.answered(routed.model, head.headers[":status"], now - routed.came, streamed=streamed)
+                self._gate.wake()
+                return key
+        return self._uncommon(routed, head, now)
+
+    def _uncommon(self, routed: Routed, head: ResponseHead, now: float) -> ReplicaKey | None:
+        """As `take_in`, whatever has answered and however."""
+        state, booking, status = self._state, routed.booking, head.headers.get(":status", "")
         if routed.prefill_booking is not None:  # what it computed has arrived
             state.bookings.release(routed.prefill_booking, "prefilled")
         asked = booking.key.rank
@@ -62,11 +82,7 @@ class Respond:
             self._judge(key, head, served is not None, now)
         self._metrics.answered(routed.model, status, now - routed.came if good else None, streamed=streamed)
         self._gate.wake()
-        added = [] if stranger else [(headers.REPLICA, key.uid)]
-        added.append((headers.MODEL, answers.printable(routed.name)))
-        if routed.explanation is not None:
-            added.append((headers.DECISION, routed.explanation))
-        return added
+        return None if stranger else key
 
     def strange(self, noted: Mapping[str, str], head: ResponseHead, *, counted: bool = False) -> list[tuple[str, str]]:
         """As `run`, for a request that is no longer known here, or that another gateway process picked for and described in
