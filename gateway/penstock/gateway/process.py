@@ -303,6 +303,7 @@ class Gateway:
         self._http.stopping = True
         await self._health.ready(False)
         self._gate.close()
+        self._access_log.leave()
         # Until Envoy has noticed, it asks here; and is answered as before.
         await asyncio.sleep(NOTICE_S)
         try:

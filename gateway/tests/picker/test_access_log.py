@@ -1,6 +1,7 @@
 """Envoy's access log as a raw client sends it: it ends bookings, on both front ends, and a stream that is lost harms nothing."""
 
-from typing import Any
+from collections.abc import AsyncIterator
+from typing import Any, cast
 
 import grpc
 import pytest
@@ -11,6 +12,7 @@ from penstock.gateway._pb.envoy.service.accesslog.v3.als_pb2 import StreamAccess
 from penstock.gateway._pb.envoy.service.accesslog.v3.als_pb2_grpc import AccessLogServiceStub
 from penstock.gateway._pb.envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingResponse
 from penstock.gateway.extproc import access_log
+from penstock.gateway.extproc.access_log import AccessLogService
 from penstock.gateway.extproc.call import Routed
 from penstock.gateway.extproc.underway import RESPONSE_S, Underway
 from penstock.gateway.flow.capacity import SILENT_ROOM, Standing, room_at
@@ -76,6 +78,27 @@ async def test_a_stream_for_another_gateway_is_ended_in_time(world: Any, monkeyp
     await call.write(message("other-2"))
     await call
     assert await call.code() is grpc.StatusCode.OK
+
+
+async def test_one_that_leaves_sends_the_ends_of_others_picks_away_at_once() -> None:
+    over: list[object] = []
+    bookings = Bookings()
+    underway = Underway(bookings, ReportStore())
+    service = AccessLogService(underway, lambda its, _: over.append(its))
+    name = underway.name()
+    underway.add(name, routed(bookings, name))
+    service.leave()
+    left = [message("other-1"), message(name)]
+
+    async def told() -> AsyncIterator[StreamAccessLogsMessage]:
+        while left:
+            yield left.pop()
+
+    await service.StreamAccessLogs(told(), cast("Any", None))
+    assert len(over) == 1 and not left, "its own are taken in, and so is what made it end the stream"
+    left = [message(name), message("other-2")]
+    await service.StreamAccessLogs(told(), cast("Any", None))
+    assert len(left) == 1
 
 
 KEY = ReplicaKey("a", 8000)

@@ -22,6 +22,8 @@ pytestmark = pytest.mark.slow
 BODY = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
 PATH = "/v1/chat/completions"
 PADDING = "x" * 60_000
+PADDED = {"padding": PADDING}
+MANY = 500
 
 
 class Pair:
@@ -113,16 +115,21 @@ async def ask(client: aiohttp.ClientSession, url: str, **fields: Any) -> str:
         return type(error).__name__
 
 
-async def load(client: aiohttp.ClientSession, url: str, stop: asyncio.Event, outcomes: Counter[str]) -> None:
+async def load(
+    client: aiohttp.ClientSession, url: str, stop: asyncio.Event, outcomes: Counter[str], fields: dict[str, Any]
+) -> None:
     """Asks again and again until `stop`."""
     while not stop.is_set():
-        outcomes[await ask(client, url, padding=PADDING)] += 1
+        outcomes[await ask(client, url, **fields)] += 1
 
 
-async def under_load(client: aiohttp.ClientSession, url: str, during: Callable[[], Any], tasks: int = 8) -> Counter[str]:
-    """What became of requests of 60 kB, one after the other on each of several connections, while `during` ran."""
+async def under_load(
+    client: aiohttp.ClientSession, url: str, during: Callable[[], Any], tasks: int = 8, **fields: Any
+) -> Counter[str]:
+    """What became of requests, one after the other on each of several connections, while `during` ran: of 60 kB, or with
+    `fields`."""
     stop, outcomes = asyncio.Event(), Counter[str]()
-    loads = [asyncio.create_task(load(client, url, stop, outcomes)) for _ in range(tasks)]
+    loads = [asyncio.create_task(load(client, url, stop, outcomes, fields or PADDED)) for _ in range(tasks)]
     await asyncio.sleep(0.3)
     try:
         await during()
@@ -159,6 +166,29 @@ async def test_no_answer_is_lost_when_the_active_gateway_goes(pair: Any, client:
     print(f"{how!r}: requests {dict(outcomes)}, streams {dict(streams)}")
     assert set(streams) == {"ok"}
     assert set(outcomes) == {"ok"}
+
+
+async def test_the_ends_of_streams_go_where_picks_go(pair: Any, client: aiohttp.ClientSession) -> None:
+    its, _ = pair
+
+    async def stops() -> None:
+        its.gateways[0].send_signal(signal.SIGTERM)
+        await asyncio.to_thread(its.gateways[0].wait)
+        await eventually(lambda: picks_at_least(its, 1, MANY))
+
+    assert set(await under_load(client, its.url, stops, stream=True)) == {"ok"}
+    await eventually(lambda: few_are_left(its, 1))
+    its.gateways[0] = its.start_gateway(0)
+    await eventually(its.well)
+    await under_load(client, its.url, lambda: eventually(lambda: picks_at_least(its, 0, MANY)), stream=True)
+    await eventually(lambda: few_are_left(its, 0))
+
+
+async def few_are_left(pair: Pair, which: int) -> bool:
+    """Whether Envoy has told a gateway of most ends of what it has picked. Those that were on their way to another are lost."""
+    lines = (await pair.ask(which, "/metrics")).splitlines()
+    left = sum(float(line.split()[-1]) for line in lines if line.startswith("penstock_picker_bookings{"))
+    return left < MANY / 4
 
 
 async def picks_at_least(pair: Pair, which: int, count: int) -> bool:

@@ -17,7 +17,7 @@ from penstock.gateway._pb.envoy.service.accesslog.v3.als_pb2_grpc import AccessL
 from penstock.gateway.extproc.call import Routed
 from penstock.gateway.extproc.underway import Underway
 
-MISDIRECTED_S = 5.0
+MISDIRECTED_S = 1.0
 """How long a stream may bring another gateway's requests before it is ended."""
 HEAD_S = 1.0
 """How far the head of a response may be behind its end: they come on connections of their own."""
@@ -34,6 +34,11 @@ class AccessLogService(AccessLogServiceServicer):
     def __init__(self, underway: Underway, over: Callable[[Routed, HTTPAccessLogEntry], None]) -> None:
         self._underway = underway
         self._over = over
+        self._leaving = False
+
+    def leave(self) -> None:
+        """Another gateway takes over: a stream is ended as soon as it tells of what that one has picked."""
+        self._leaving = True
 
     async def StreamAccessLogs(
         self, request_iterator: AsyncIterator[StreamAccessLogsMessage], context: grpc.aio.ServicerContext
@@ -46,7 +51,7 @@ class AccessLogService(AccessLogServiceServicer):
         began = time.monotonic()
         async for message in request_iterator:
             ours = [self._end(name, entry) for name, entry in ended(message)]
-            if not all(ours) and time.monotonic() - began >= MISDIRECTED_S:
+            if not all(ours) and (self._leaving or time.monotonic() - began >= MISDIRECTED_S):
                 break
         return StreamAccessLogsResponse()
 

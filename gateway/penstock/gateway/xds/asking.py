@@ -71,7 +71,7 @@ def turned_on() -> Mapping[str, Any]:
 def _request_phase(fail_open: bool) -> ExternalProcessor:
     # FULL_DUPLEX_STREAMED never fails open: Envoy has given the body away. It demands trailers, since these may end the body.
     return ExternalProcessor(
-        grpc_service=_picker(HeaderValue(key=headers.PHASE, value=headers.REQUEST_PHASE)),
+        grpc_service=picker(HeaderValue(key=headers.PHASE, value=headers.REQUEST_PHASE)),
         processing_mode=ProcessingMode(
             request_header_mode=ProcessingMode.SEND,
             request_body_mode=ProcessingMode.BUFFERED if fail_open else ProcessingMode.FULL_DUPLEX_STREAMED,
@@ -91,7 +91,7 @@ def _request_phase(fail_open: bool) -> ExternalProcessor:
 
 def _response_phase() -> ExternalProcessor:
     return ExternalProcessor(
-        grpc_service=_picker(),
+        grpc_service=picker(),
         observability_mode=True,
         processing_mode=ProcessingMode(
             request_header_mode=ProcessingMode.SKIP,
@@ -111,7 +111,8 @@ def _read() -> HeaderForwardingRules:
     return HeaderForwardingRules(allowed_headers=ListStringMatcher(patterns=[StringMatcher(exact=name) for name in sorted(READ)]))
 
 
-def _picker(*metadata: HeaderValue) -> GrpcService:
+def picker(*metadata: HeaderValue) -> GrpcService:
+    """Return the first gateway that is ready, called with `metadata`."""
     return GrpcService(
         initial_metadata=metadata,
         envoy_grpc=GrpcService.EnvoyGrpc(cluster_name=PICKER_CLUSTER),

@@ -15,7 +15,6 @@ from penstock.gateway._pb.envoy.config.core.v3.address_pb2 import Address, Socke
 from penstock.gateway._pb.envoy.config.core.v3.base_pb2 import DataSource, TransportSocket, WatchedDirectory
 from penstock.gateway._pb.envoy.config.core.v3.config_source_pb2 import ApiVersion
 from penstock.gateway._pb.envoy.config.core.v3.extension_pb2 import TypedExtensionConfig
-from penstock.gateway._pb.envoy.config.core.v3.grpc_service_pb2 import GrpcService
 from penstock.gateway._pb.envoy.config.core.v3.substitution_format_string_pb2 import SubstitutionFormatString
 from penstock.gateway._pb.envoy.config.listener.v3.listener_components_pb2 import Filter, FilterChain
 from penstock.gateway._pb.envoy.config.listener.v3.listener_pb2 import Listener
@@ -39,8 +38,7 @@ from penstock.gateway._pb.envoy.type.matcher.v3.value_pb2 import ValueMatcher
 from penstock.gateway.tracing import TraceSettings
 from penstock.gateway.xds.ads import ADS
 from penstock.gateway.xds.anys import pack
-from penstock.gateway.xds.asking import filters
-from penstock.gateway.xds.bootstrap import GATEWAY_CLUSTER
+from penstock.gateway.xds.asking import filters, picker
 from penstock.gateway.xds.replies import local_replies
 from penstock.gateway.xds.routes import IDLE_TIMEOUT, ROUTE_NAME
 from penstock.gateway.xds.tracing import tracing
@@ -175,7 +173,7 @@ def _ends() -> AccessLog:
     config = HttpGrpcAccessLogConfig(
         common_config=CommonGrpcAccessLogConfig(
             log_name=LISTENER_NAME,
-            grpc_service=GrpcService(envoy_grpc=GrpcService.EnvoyGrpc(cluster_name=GATEWAY_CLUSTER)),
+            grpc_service=picker(),  # ends go where picks go, also when a gateway has just died
             transport_api_version=ApiVersion.V3,
             buffer_flush_interval=ENDS_EVERY,
         )
