@@ -46,7 +46,10 @@ impl Rows {
 
     /// Rows as good as the best come first, by rank and then by lot; the others follow by their scores.
     fn order(&self, last_resort: bool, limit: f64, most: usize) -> Vec<usize> {
-        let (mut ties, mut rest) = (Vec::new(), Vec::new());
+        if most == 0 {
+            return Vec::new();
+        }
+        let (mut ties, mut rest) = (Vec::with_capacity(self.rows.len()), Vec::with_capacity(self.rows.len()));
         for (at, row) in self.rows.iter().enumerate() {
             if row.score < f64::INFINITY && row.last_resort == last_resort {
                 if row.score <= limit { &mut ties } else { &mut rest }.push((row.score, row.seed, at));

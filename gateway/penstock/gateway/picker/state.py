@@ -93,15 +93,12 @@ class FleetState:
 
     def engine(self, key: ReplicaKey) -> Engine:
         """Return the engine of `key`; `auto` until it is known."""
-        return self.traits(key).engine
+        known = self._traits.get(key) or self.directory.replicas.get(key)
+        return known.engine if known else "auto"
 
     def traits(self, key: ReplicaKey) -> Traits:
         """The settings of the engine at `key`."""
-        known = self._traits.get(key)
-        if known is None:
-            replica = self.directory.replicas.get(key)
-            known = Traits(engine=replica.engine if replica else "auto")
-        return known
+        return self._traits.get(key) or Traits(engine=self.engine(key))
 
     def learned(self, key: ReplicaKey, traits: Traits) -> None:
         """The engine at `key` has told its settings."""
