@@ -59,7 +59,7 @@ class Batch(Requests):
     def apply(self, plan: StepPlan) -> StepInputs:
         starts = self.take_in(plan)
         self.sampler.apply_changes()
-        return self.arrays.of_plan(plan, self.rows, starts)
+        return self.arrays.of_plan(plan, self.rows, starts, None)
 
 
 @pytest.mark.req("KV-17", "KV-22")

@@ -20,7 +20,7 @@ from penstock.engine.runner.requests import Requests
 from penstock.engine.runner.sampler import choice
 from penstock.engine.runner.sampler.choice import Choosing, Drawn
 from penstock.engine.runner.sampler.sampler import Sampler
-from penstock.engine.runner.verification import verify
+from penstock.engine.runner.verification import planned_drafts, verify
 from penstock.engine.sampling import SamplingParams
 from penstock.engine.spec.settings import speculative_config
 from penstock.kernels.sampling.buffers import Column
@@ -161,7 +161,7 @@ def test_a_draft_without_probabilities_biases_nothing(draft):
     count = DRAWS // 2
     ones = np.ones(count, np.int32)
     plan = StepPlan(0, empty(), [], [], [], rows[:count], 2 * ones, np.ones(count, np.bool_), num_drafts=ones)
-    verified = verify(plan, np.full((count, 1), draft, np.int32), sampled)
+    verified = verify(plan, planned_drafts(plan, np.full((count, 1), draft, np.int32)), sampled)
     p = target_of(SamplingParams(max_tokens=9, temperature=1.0))
     assert fits(np.bincount(verified.token_ids[:, 0], minlength=VOCAB), p)
     accepted = verified.counts == 2

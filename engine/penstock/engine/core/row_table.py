@@ -123,8 +123,8 @@ class RowTable:
         if token_ids.shape[1] == 1:
             self.write_sampled(rows, firsts, token_ids[:, 0])
             return
-        positions = firsts[:, None] + np.arange(token_ids.shape[1], dtype=np.int32)
-        self.write_sampled(np.repeat(_indexes(rows), counts), first_of(positions, counts), first_of(token_ids, counts))
+        of, places = first_places(token_ids.shape[1], counts).nonzero()
+        self.write_sampled(rows[of], firsts[of] + places, token_ids[of, places])
 
     def write_result(self, plan: StepPlan, starts: Int32, token_ids: Int32, counts: Int32) -> Int32:
         """Fills in what a step gave, behind the tokens that it found known.
@@ -185,15 +185,19 @@ def _indexes(rows: Int32 | Int64) -> Int64:
 
 def _rejected(plan: StepPlan, counts: Int32) -> Int32:
     """[r]: how many of a plan's drafts are not accepted; a row without a token came as far as planned."""
-    return np.where(counts > 0, plan.num_drafts + 1 - counts, 0).astype(np.int32)
+    return np.where(counts > 0, plan.num_drafts + 1 - counts, np.int32(0))
 
 
 def first_of(values: Int32, counts: Int32) -> Int32:
     """The first `counts`, [m], of each row of `values`, [m, w], row by row; at least one of each."""
     if values.shape[1] == 1:
         return values[:, 0]
-    columns = np.arange(values.shape[1], dtype=np.int32)
-    return values[np.less(columns, counts[:, None])]
+    return values[first_places(values.shape[1], counts)]
+
+
+def first_places(width: int, counts: Int32) -> Bool:
+    """[m, width]: which places are among the first `counts`, [m], of their rows."""
+    return np.arange(width, dtype=np.int32) < counts[:, None]
 
 
 def ranks(rows: Int32 | Int64) -> Int32:

@@ -11,7 +11,7 @@ from penstock.engine.attention.context import GroupInputs
 from penstock.engine.cache.layout import KVGroup
 from penstock.engine.core.plan import NONE, Int32, Int64, StepPlan
 from penstock.engine.core.row_table import RowTable
-from penstock.engine.runner.verification import choices
+from penstock.engine.runner.verification import PlannedDrafts
 from penstock.kernels.paged_attention.batch import PagedBatch
 
 MAX_TAPED_TOKENS = 128
@@ -162,18 +162,19 @@ class StepArrays:
             placed=placed,
         )
 
-    def of_plan(self, plan: StepPlan, table: RowTable, starts: Int32) -> StepInputs:
+    def of_plan(self, plan: StepPlan, table: RowTable, starts: Int32, drafts: PlannedDrafts | None) -> StepInputs:
         """A plan's step.
 
         Args:
             plan: With its drafts in the table.
             table: To which it has been applied.
             starts: [r]: as `RowTable.apply` returns them.
+            drafts: The plan's; None: there are none.
         """
         placed = self.place(table, plan.rows, starts, plan.num_new_tokens)
-        sampled = plan.samples.nonzero()[0].astype(np.int32)
+        sampled = plan.samples.nonzero()[0] if drafts is None else drafts.of
         ends = placed.query_start_loc[1:][sampled]
-        if len(plan.num_drafts):
-            sampled, back = choices(plan)
-            ends = (placed.query_start_loc[1:][sampled] - back).astype(np.int32)
-        return self.inputs(placed, table.token_ids[placed.token_rows, placed.positions], ends - 1, sampled)
+        if drafts is not None:
+            ends -= drafts.back
+        tokens = table.token_ids[placed.token_rows, placed.positions]
+        return self.inputs(placed, tokens, ends - 1, sampled.astype(np.int32))

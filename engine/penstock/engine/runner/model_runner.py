@@ -44,6 +44,7 @@ from penstock.engine.runner.sampler.sampler import Sampler
 from penstock.engine.runner.staged_model import StagedModel
 from penstock.engine.runner.step_tapes import StepTapes
 from penstock.engine.runner.turns import Forward, Launched
+from penstock.engine.runner.verification import PlannedDrafts
 from penstock.engine.spec.depth import Filling, to_few_sizes
 from penstock.engine.spec.lookup import lookup_proposer
 from penstock.engine.spec.proposer import Proposer
@@ -302,13 +303,13 @@ class ModelRunner(RunnerBase[HostRuntime, HostStep, StepResult]):
             step += self._exchange.moving_bytes()
         return step + sum(images.bytes(scheduler.encoder_cache_size) for images in self._all_images)
 
-    def _begin(self, plan: StepPlan, starts: Int32, drafts: Int32 | None, asked: PromptRows | None) -> HostStep:
+    def _begin(self, plan: StepPlan, starts: Int32, drafts: PlannedDrafts | None, asked: PromptRows | None) -> HostStep:
         """Brings the inputs of a step to the device."""
         requests = self._requests
         if drafts is not None:
             requests.write_drafts(plan, starts, drafts)
         self.sampler.apply_changes()
-        inputs = self._arrays.of_plan(plan, requests.rows, starts)
+        inputs = self._arrays.of_plan(plan, requests.rows, starts, drafts)
         self._lora.apply(plan)
         for images in self._all_images:
             images.take_in(plan)

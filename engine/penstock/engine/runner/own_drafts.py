@@ -12,7 +12,7 @@ from penstock.engine.core.row_table import RowTable
 from penstock.engine.runner.draft_sampler import DraftSampler
 from penstock.engine.runner.input_batch import Placed
 from penstock.engine.runner.sampler.choice import Drawn
-from penstock.engine.runner.verification import choices_given
+from penstock.engine.runner.verification import PlannedDrafts
 from penstock.engine.spec.costs import Timing, knots
 from penstock.engine.spec.depth import HIGH_HOPE, HOPE, DraftDepth, Filling, depths, unfilled
 from penstock.engine.spec.proposer import Proposer
@@ -145,11 +145,11 @@ class OwnDrafts:
             guessed_s = guess_s or 0.0 if verified else 0.0
             self._last = _Begun(self._clock.now() if now is None else now, rows, verified / rows, guessed_s)
 
-    def drawn(self, plan: StepPlan, drafts: Int32) -> Drawn | None:
-        """What the sampler must know of a step's drafts, [r, most of a row], as of `planned_drafts`; None: none was drawn."""
+    def drawn(self, plan: StepPlan, drafts: PlannedDrafts) -> Drawn | None:
+        """What the sampler must know of a step's drafts; None: none was drawn."""
         if self._sampler is None or not self._sampler.draws.any():
             return None
-        given = choices_given(plan, drafts.shape[1])
+        given = drafts.given
         judged = np.arange(given.shape[1]) < np.minimum(self._num_own[plan.rows], plan.num_drafts)[:, None]
         judged[plan.draft_rows] = False  # these are a guide's
         judged &= given & self._sampler.draws[plan.rows][:, None]
@@ -158,7 +158,7 @@ class OwnDrafts:
             return None
         at = np.cumsum(given).reshape(given.shape) - 1
         return Drawn(
-            at[owners, places], drafts[owners, places], self._sampler.left_of(plan.rows[owners], places.astype(np.int32))
+            at[owners, places], drafts.ids[owners, places], self._sampler.left_of(plan.rows[owners], places.astype(np.int32))
         )
 
     def _tokens(self, rows: RowTable) -> Int32:

@@ -10,7 +10,7 @@ from penstock.engine.runner.not_finite import Suspect
 from penstock.engine.runner.pooling import PooledStep
 from penstock.engine.runner.result import read_result
 from penstock.engine.runner.sampler.scores import PromptParts, PromptScores, SampledScores
-from penstock.engine.runner.verification import verify
+from penstock.engine.runner.verification import PlannedDrafts, verify
 
 
 class PendingStep(NamedTuple):
@@ -38,8 +38,8 @@ class PendingStep(NamedTuple):
     """How the step was launched; None: without graphs."""
     pooled: PooledStep | None = None
     """Embeddings, in place of tokens."""
-    drafts: Int32 | None = None
-    """[r, K]: as of `planned_drafts`; None: the step has none."""
+    drafts: PlannedDrafts | None = None
+    """None: the step has none."""
 
     def result(self) -> StepResult:
         """Waits for it: the one wait of a step.

@@ -17,7 +17,7 @@ from penstock.engine.runner.sampler.custom import GuardedProcessor
 from penstock.engine.runner.sampler.logits_rows import LogitsRows
 from penstock.engine.runner.sampler.sampler import Sampler
 from penstock.engine.runner.sampler.stage import Tokens
-from penstock.engine.runner.verification import choices
+from penstock.engine.runner.verification import PlannedDrafts
 
 
 class Requests:
@@ -70,37 +70,39 @@ class Requests:
             self.chooser.admit(row, known, admission.num_prompt_tokens, admission.sampling, admission.guided)
         return starts
 
-    def write_drafts(self, plan: StepPlan, starts: Int32, drafts: Int32) -> tuple[Int32, Int32, Int32]:
+    def write_drafts(self, plan: StepPlan, starts: Int32, drafts: PlannedDrafts) -> tuple[Int32, Int32, Int32]:
         """Puts drafts in the places that they guess, for the step to read.
 
         Args:
             plan: The step's.
             starts: [r]: as of `take_in`.
-            drafts: [r, K]: as of `planned_drafts`.
+            drafts: The plan's.
 
         Returns:
             [d] each: the request row, the position and the token of each draft.
         """
-        owners, places = np.nonzero(np.arange(drafts.shape[1]) < plan.num_drafts[:, None])
+        # Rows with drafts sample, and the last choice of each is no draft's.
+        of = drafts.back.nonzero()[0]
+        owners, places = drafts.of[of], drafts.place[of]
         rows, positions = plan.rows[owners], (starts + plan.num_new_tokens - plan.num_drafts)[owners] + places
-        there = drafts[owners, places]
+        there = drafts.ids[owners, places]
         # In place of a draft that is missing, or that the model does not know, any token will do: it is not accepted.
-        tokens = np.where((there >= 0) & (there < self.vocab_size), there, np.int32(0))
+        tokens = np.where(there.view(np.uint32) < self.vocab_size, there, np.int32(0))
         self.rows.token_ids[rows, positions] = tokens
         return rows, positions.astype(np.int32), tokens
 
-    def choosing(self, plan: StepPlan, *, each_row: bool = False) -> Choosing:
+    def choosing(self, plan: StepPlan, drafts: PlannedDrafts | None = None, *, each_row: bool = False) -> Choosing:
         """The rows of logits that count: one for each choice of the step.
 
         Args:
             plan: The step's.
+            drafts: The plan's; None: there are none.
             each_row: Whether a step without drafts has logits for all of its rows, and not only for those that sample.
         """
-        drafts = len(plan.num_drafts) > 0
-        which, back = choices(plan) if drafts else (plan.samples.nonzero()[0], np.int32(0))
-        of, which = plan.rows[which], which.astype(np.int32)
-        at = which.astype(np.int64) if each_row and not drafts else self._places[: len(which)]
-        return Choosing(at, which, self.logits_rows(of, self.rows.num_computed[of] - back))
+        which, back = (plan.samples.nonzero()[0], np.int32(0)) if drafts is None else (drafts.of, drafts.back)
+        of = plan.rows[which]
+        at = which if each_row and drafts is None else self._places[: len(which)]
+        return Choosing(at, which.astype(np.int32), self.logits_rows(of, self.rows.num_computed[of] - back))
 
     def logits_rows(self, request_rows: Int32, positions: Int32) -> LogitsRows:
         """Choices of tokens at these positions, [m], of requests in these rows, [m]."""

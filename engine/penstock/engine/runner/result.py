@@ -59,7 +59,7 @@ def read_result(
         counts[list(failed)] = 0
     kept, token_ids = None, np.where(samples, sampled[:, Column.TOKEN], np.int32(-1))[:, None]
     if verified is not None:
-        kept, token_ids = verified.kept, verified.token_ids
+        kept, token_ids = None if scores is None else verified.kept, verified.token_ids
     logprobs, vectors = None if scores is None else scores.read(kept), None if pooled is None else pooled.pooled
     bad = np.array(list(told), np.int32) if told else NONE
     return StepResult(plan.step_id, token_ids, counts, logprobs, failed, prompts.logprobs, bad, graph, vectors)

@@ -24,7 +24,7 @@ from penstock.engine.runner.prompt_logprobs import PromptRows
 from penstock.engine.runner.requests import Requests
 from penstock.engine.runner.sampler.choice import Choosing
 from penstock.engine.runner.sampler.scores import PromptParts, pairs
-from penstock.engine.runner.verification import planned_drafts
+from penstock.engine.runner.verification import PlannedDrafts, planned_drafts
 
 Runtime = TypeVar("Runtime", bound=StepRuntime)
 """The device."""
@@ -104,8 +104,8 @@ class Launched(NamedTuple, Generic[Step]):
     step: Step
     forward: Forward
     suspect: Suspect
-    drafts: Int32 | None
-    """[r, K]: as of `planned_drafts`; None: the step has none."""
+    drafts: PlannedDrafts | None
+    """None: the step has none."""
 
 
 def _nothing() -> None:
@@ -140,13 +140,13 @@ class Turns(ABC, Generic[Runtime, Step, Sampled]):
         """Called first in each step."""
 
     @abstractmethod
-    def _begin(self, plan: StepPlan, starts: Int32, drafts: Int32 | None, asked: PromptRows | None) -> Step:
+    def _begin(self, plan: StepPlan, starts: Int32, drafts: PlannedDrafts | None, asked: PromptRows | None) -> Step:
         """Brings the inputs of a step to the device.
 
         Args:
             plan: The step's, which the rows have taken in.
             starts: [r]: the position of each row's first token.
-            drafts: [r, K]: as of `planned_drafts`; None: there are none.
+            drafts: The plan's; None: there are none.
             asked: The prompt tokens to score; None: there are none.
         """
 
@@ -180,17 +180,18 @@ class Turns(ABC, Generic[Runtime, Step, Sampled]):
         self._comm.check()
         return Launched(plan, step, forward, suspect, drafts)
 
-    def _planned(self, plan: StepPlan) -> Int32 | None:
-        """The drafts that a step verifies, those of the plan and of the runner: [r, K], as of `planned_drafts`."""
+    def _planned(self, plan: StepPlan) -> PlannedDrafts | None:
+        """The drafts that a step verifies, those of the plan and of the runner."""
         own = self._own_drafts
         if own is not None:
             own.apply(plan, self._requests.rows)
         if not len(plan.num_drafts):
             return None
-        number, most = int((plan.num_drafts + 1)[plan.samples].sum()), self._max_logits_rows
-        if number > most:
-            raise ValueError(f"step {plan.step_id} chooses {number} tokens, where there is room for {most}")
-        return planned_drafts(plan, self._next_drafts)
+        drafts = planned_drafts(plan, self._next_drafts)
+        if len(drafts.of) > self._max_logits_rows:
+            most = self._max_logits_rows
+            raise ValueError(f"step {plan.step_id} chooses {len(drafts.of)} tokens, where there is room for {most}")
+        return drafts
 
     @property
     def _next_drafts(self) -> Int32 | None:
@@ -207,7 +208,7 @@ class Turns(ABC, Generic[Runtime, Step, Sampled]):
             if forward.logits is None:
                 step.advance()
             elif not forward.sampled:
-                choosing, own = requests.choosing(plan, each_row=step.each_row), self._own_drafts
+                choosing, own = requests.choosing(plan, drafts, each_row=step.each_row), self._own_drafts
                 drawn = None if drafts is None or own is None else own.drawn(plan, drafts)
                 choice = requests.chooser.choose(choosing, forward.logits, *step.chosen(choosing), inputs, drawn)
                 scores, failed = choice.scores, failed | choice.failed

@@ -5,7 +5,7 @@ from bisect import bisect_left
 import numpy as np
 
 from penstock.engine.core.measure.step_cost import step_cost
-from penstock.engine.core.plan import Int32, StepPlan, StepResult
+from penstock.engine.core.plan import Int32, Int64, StepPlan, StepResult
 from penstock.engine.cost import ModelCost, StepCost
 from penstock.engine.roofline import Ceilings, floor_s
 from penstock.engine.stats import Buckets, DraftStats, GraphSteps, Roofline, StepStats
@@ -38,8 +38,8 @@ class StepMeter:
         self._not_finite = 0
         self._cost = StepCost()
         self._graphs: dict[tuple[str, str], list[int]] = {}
-        self._verified_rows = 0
-        self._drafted, self._accepted = np.zeros(num_drafts, np.int64), np.zeros(num_drafts, np.int64)
+        self._drafted, self._accepted = np.zeros(num_drafts + 1, np.int64), np.zeros(num_drafts + 1, np.int64)
+        """[1 + num_drafts]: rows of steps with drafts by how many were verified, and by how many were accepted."""
 
     def submitted(self, plan: StepPlan, ends: Int32) -> None:
         """A plan goes to the runner; `ends`, [r]: how many tokens of each row are computed after it."""
@@ -57,7 +57,7 @@ class StepMeter:
         self._tokens_sum += tokens
         self._sampled += int(np.count_nonzero(plan.samples)) if result.pooled is None else 0
         self._not_finite += result.num_not_finite
-        if len(plan.num_drafts) and len(self._drafted):
+        if len(plan.num_drafts) and len(self._drafted) > 1:
             self._take_drafts(plan.num_drafts, result.counts)
         if (graph := result.graph) is not None:
             counts = self._graphs.setdefault((graph.mode, graph.reason), [0, 0, 0])
@@ -66,11 +66,10 @@ class StepMeter:
             counts[2] += graph.num_padded_tokens - graph.num_tokens
 
     def _take_drafts(self, drafted: Int32, counts: Int32) -> None:
-        places = np.arange(len(self._drafted))[:, None]
-        judged = np.where(counts > 0, drafted, 0)
-        self._verified_rows += int(np.count_nonzero(judged))
-        self._drafted += (places < judged).sum(axis=1)
-        self._accepted += (places < np.minimum(counts - 1, judged)).sum(axis=1)
+        sizes, most = len(self._drafted), len(self._drafted) - 1
+        judged = np.where(counts > 0, np.minimum(drafted, most), 0)  # a guide may force more than there are drafts
+        self._drafted += np.bincount(judged, minlength=sizes)
+        self._accepted += np.bincount(np.minimum(np.maximum(counts - 1, 0), judged), minlength=sizes)
 
     def stats(self) -> StepStats:
         """Return the totals since the start."""
@@ -86,6 +85,12 @@ class StepMeter:
         )
 
     def _draft_stats(self) -> DraftStats | None:
-        if not len(self._drafted):
+        if len(self._drafted) == 1:
             return None
-        return DraftStats(self._verified_rows, self._drafted.tolist(), self._accepted.tolist())
+        drafted, accepted = (_at_least(rows) for rows in (self._drafted, self._accepted))
+        return DraftStats(drafted[0], drafted, accepted)
+
+
+def _at_least(rows: Int64) -> list[int]:
+    """From the numbers of rows that had none, one, two, ...: how many had at least one, two, ..."""
+    return rows[:0:-1].cumsum()[::-1].tolist()

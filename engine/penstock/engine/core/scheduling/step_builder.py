@@ -59,9 +59,12 @@ class StepBuilder:
         self.token_budget -= len(self.decodes)
         if num_drafts is not None:
             wanted = num_drafts[: len(self.decodes)]
-            granted = np.clip(self.token_budget - (np.cumsum(wanted) - wanted), 0, wanted).astype(np.int32)
-            self.num_drafts = granted
-            self.token_budget -= int(granted.sum())
+            total = sum(wanted.tolist())
+            if total > self.token_budget:
+                wanted = np.clip(self.token_budget - (np.cumsum(wanted) - wanted), 0, wanted).astype(np.int32)
+                total = int(wanted.sum())
+            self.num_drafts = wanted
+            self.token_budget -= total
 
     def chunk(self, gap: int) -> int:
         """Tokens that the next chunk may have, of a row that lacks `gap`."""
@@ -111,7 +114,7 @@ class StepBuilder:
         for at, (tokens, reaches_end) in enumerate(self.chunks.values(), decodes):
             num_new_tokens[at], samples[at] = tokens, reaches_end
         num_drafts, draft_rows, draft_ids = NONE, NONE, NONE
-        if self.num_drafts is not None and self.num_drafts.any():
+        if self.num_drafts is not None and np.count_nonzero(self.num_drafts):
             num_drafts = np.zeros(count, np.int32)
             num_drafts[:decodes] = self.num_drafts
             num_new_tokens += num_drafts

@@ -98,7 +98,7 @@ class Tenancy:
     def propose(self, rows: Int64 | Int32, counts: Int32 | int) -> None:
         """Takes in how many drafts the next step may verify of each of these rows, [m]."""
         self.num_proposed[rows] = counts
-        self.has_proposed = bool(np.any(counts)) or bool(self.num_proposed.any())
+        self.has_proposed = np.count_nonzero(self.num_proposed) > 0
 
     def move_out(self, request: Request) -> None:
         """Frees the request's row."""

@@ -48,6 +48,7 @@ from penstock.engine.runner.prompt_logprobs import PromptRows
 from penstock.engine.runner.proposers import Drafter, new_drafter, states_of_target, tapped
 from penstock.engine.runner.sampler.sampler import Sampler
 from penstock.engine.runner.turns import Forward
+from penstock.engine.runner.verification import PlannedDrafts
 from penstock.engine.sampling import SamplingParams
 from penstock.engine.spec.depth import to_whole_rows
 from penstock.engine.spec.lookup import lookup_proposer
@@ -368,7 +369,7 @@ class DeviceRunner(RunnerBase[DeviceRuntime, LaunchedStep, Pending]):
 
     # --- a step ---
 
-    def _begin(self, plan: StepPlan, starts: Int32, drafts: Int32 | None, asked: PromptRows | None) -> LaunchedStep:
+    def _begin(self, plan: StepPlan, starts: Int32, drafts: PlannedDrafts | None, asked: PromptRows | None) -> LaunchedStep:
         """See Turns: in one copy."""
         self._write_inputs(plan, starts, drafts)
         tokens = int(plan.num_new_tokens.sum())
@@ -436,7 +437,7 @@ class DeviceRunner(RunnerBase[DeviceRuntime, LaunchedStep, Pending]):
         counts.cumsum(out=starts[1:])
         return rows, starts, samples
 
-    def _write_inputs(self, plan: StepPlan, starts: Int32, drafts: Int32 | None) -> None:
+    def _write_inputs(self, plan: StepPlan, starts: Int32, drafts: PlannedDrafts | None) -> None:
         """What the device must learn of the plan beside its rows."""
         changes = self._staging.changes
         stage_rows(changes, plan, self._requests.rows, self.state)

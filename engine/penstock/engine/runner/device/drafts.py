@@ -5,11 +5,11 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from penstock.engine.core.plan import Int32, StepPlan
+from penstock.engine.core.plan import StepPlan
 from penstock.engine.runner.device.program import Step
 from penstock.engine.runner.device.runtime import Copies
 from penstock.engine.runner.device.uploads import upload
-from penstock.engine.runner.verification import choices
+from penstock.engine.runner.verification import PlannedDrafts
 from penstock.kernels.sampling.buffers import Column
 from penstock.kernels.step_state.batch import RowState
 
@@ -17,8 +17,8 @@ from penstock.kernels.step_state.batch import RowState
 class StepDrafts(NamedTuple):
     """The m choices of a step of r rows with up to K drafts each."""
 
-    drafts: Int32
-    """[r, K]: as of `planned_drafts`, on the host."""
+    width: int
+    """1 + K."""
     of: torch.Tensor
     """[m], int64: index into the plan's rows. This and what follows is on the device."""
     place: torch.Tensor
@@ -33,16 +33,14 @@ class StepDrafts(NamedTuple):
     """[m], int64: the tokens whose logits the sampler needs."""
 
     @staticmethod
-    def of_plan(copies: Copies, plan: StepPlan, drafts: Int32) -> "StepDrafts":
-        """Brings a plan's drafts to the device; arguments as in `verify`."""
-        of, back = choices(plan)
-        place = plan.num_drafts[of] - back
-        padded = np.pad(drafts, ((0, 0), (0, 1)), constant_values=-1)
+    def of_plan(copies: Copies, plan: StepPlan, drafts: PlannedDrafts) -> "StepDrafts":
+        """Brings a plan's drafts to the device."""
+        of, place, back = drafts.of, drafts.place, drafts.back
         indices = np.cumsum(plan.num_new_tokens)[of] - 1 - back
-        arrays = (of.astype(np.int64), place.astype(np.int64), back, padded[of, place], plan.num_drafts, indices.astype(np.int64))
+        arrays = (of, place, back, drafts.ids[of, place], plan.num_drafts, indices.astype(np.int64))
         there = upload(copies, *arrays)
         of_there, place_there, back_there, ids, num_drafts, logits_indices = there
-        return StepDrafts(drafts, of_there, place_there, back_there, ids, num_drafts, logits_indices)
+        return StepDrafts(drafts.ids.shape[1], of_there, place_there, back_there, ids, num_drafts, logits_indices)
 
     def positions(self, step: Step) -> torch.Tensor:
         """[m], int32: where in its request each chosen token belongs."""
@@ -58,7 +56,7 @@ class StepDrafts(NamedTuple):
         """
         count = len(self.num_drafts)
         rows, tokens = step.request.rows[:count].long(), sampled[:, Column.TOKEN]
-        agree = torch.zeros(len(rows), self.drafts.shape[1] + 1, dtype=torch.int32, device=tokens.device)
+        agree = torch.zeros(len(rows), self.width, dtype=torch.int32, device=tokens.device)
         agree[self.of, self.place] = (tokens == self.ids).int()
         accepted = agree.cumprod(1).sum(1)
         positions = self.positions(step).long()
