@@ -63,9 +63,10 @@ class FixedDepth(DraftDepth):
         """The number."""
         return self._drafts
 
-    def choose(self, rows: Int32, proposed: Int32, others: int = 0) -> list[int]:
+    def choose(self, rows: Int32, proposed: Int32, others: int = 0, room: Int32 | None = None) -> list[int]:
         """The number, where the proposer has found as many."""
-        return np.minimum(proposed, self._drafts).tolist()
+        most = self._drafts if room is None else np.minimum(room, self._drafts)
+        return np.minimum(proposed, most).tolist()
 
 
 class Side:

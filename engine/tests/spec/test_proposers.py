@@ -278,10 +278,61 @@ def test_the_first_comparisons_outweigh_what_was_measured_at_the_start():
 def test_drafts_that_are_too_few_are_asked_for_again_sooner_than_wrong_ones():
     depth, waits = DraftDepth(4, 8, [Timing(1, 0, 1.0), Timing(1, 1, 2.0), Timing(1, 8, 4.0)]), []
     observed(depth, [4, 4], [4, 4], 12)
+    asked_in_vain(depth)
     for _ in range(5):
         assert chosen(depth, 1, 0) == 0
         waits.append(sum(1 for _ in iter(lambda: depth.rests(2), False)))
     assert waits == [1, 2, 4, 8, 8]
+
+
+def asked_in_vain(depth):
+    """So often that one look-up after the other would cost more than it gains."""
+    for _ in range(500):
+        depth.in_vain(2, 0.01)
+
+
+def test_while_look_ups_gain_more_than_they_cost_each_step_has_one():
+    """A find now and then pays for those in vain, and a proposal that is too short is looked at again after a step."""
+    depth = DraftDepth(4, 8, CHEAP)
+    depth.found_nothing(ROWS)
+    assert depth.rests(2), "nothing has been gained yet"
+    while depth.rests(2):
+        pass
+    observed(depth, [8, 8], [8, 8], 4)
+    for _ in range(3):
+        depth.found_nothing(ROWS)
+        depth.in_vain(2, 0.01)
+        assert not depth.rests(2)
+    asked_in_vain(depth)
+    depth.found_nothing(ROWS)
+    assert depth.rests(2)
+
+
+def test_what_one_size_of_batch_gains_says_nothing_of_another():
+    depth = DraftDepth(4, 8, CHEAP)
+    depth.observe(np.array([0], np.int32), np.array([8], np.int32), np.array([8], np.int32))
+    depth.found_nothing(ROWS)
+    assert depth.rests(2)
+
+
+def test_short_proposals_are_believed_by_their_length():
+    """What rests on little text is often wrong where long proposals are right, and does not take these along."""
+    depth = DraftDepth(4, 8, [Timing(rows, drafts, 1 + drafts / 16) for rows in (1, 4) for drafts in (0, 1, 8)])
+    assert chosen(depth, 1, 1) == 2
+    for _ in range(60):
+        depth._proposed[:2] = [1, 1]
+        observed(depth, [1, 1], [0, 0], 1)
+        depth._proposed[:2] = [8, 8]
+        observed(depth, [8, 8], [8, 8], 1)
+    assert chosen(depth, 1, 1) == 0
+    assert chosen(depth, 8, 8) == 16
+
+
+def test_room_for_few_makes_no_proposal_a_short_one():
+    depth = DraftDepth(4, 8, CHEAP)
+    depth._shorter = [0.0] * 8
+    assert depth.choose(ROWS, np.array([8, 8], np.int32), 0, np.array([2, 2], np.int32)) == [2, 2]
+    assert depth.choose(ROWS, np.array([2, 2], np.int32), 0, np.array([2, 2], np.int32)) is None
 
 
 def test_a_new_request_ends_the_rest_where_drafts_pay_for_most():

@@ -19,8 +19,8 @@ _NEVER = -1
 
 
 class PlannedDrafts(NamedTuple):
-    """Of a step of r rows, K drafts of a row at most and m choices: the tokens that it chooses, row by row and from the left. These
-    are those in place of drafts, and one after them."""
+    """Of a step of r rows, K drafts of a row at most and m choices. A row chooses a token in place of each draft and one after
+    them; the choices are counted row by row and from the left."""
 
     ids: Int32
     """[r, 1 + K]: the drafts, then -1."""

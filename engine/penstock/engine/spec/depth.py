@@ -12,6 +12,8 @@ HOPE, HIGH_HOPE = 0.7, 0.9
 with less hope nobody would find out how good they are."""
 _SHARED: Final = 0.02
 """Weight of a draft in the acceptance that a new request is believed to have."""
+_OF_LENGTH: Final = 0.05
+"""Weight of a draft in the acceptance of as short a proposal."""
 _FORGOTTEN: Final = 0.0005
 """How far this goes back to what was hoped in a step without drafts: in some thousand steps all is tried again."""
 _FIRST: Final = 8
@@ -39,6 +41,8 @@ _COMPARING: Final = 0.0025
 nothing."""
 _MARGIN: Final = 1.08
 """Times the tokens a second without drafts that are wanted of drafts."""
+_PROVED: Final = 1.02
+"""The same while the last look-ups have gained more than they cost."""
 _UNLEARNED: Final = 1.15
 """The same of a proposer that reads every step."""
 _LONGEST_REST: Final = 32
@@ -62,6 +66,8 @@ _LONGEST_WAIT: Final = 8
 """Steps for which a proposer that has found nothing is not asked again, at most: its text may begin to repeat at any token."""
 _SOONER: Final = 4
 """Times as soon a proposer is asked again after a find: one among many look-ups in vain is no text that repeats."""
+_ASKED: Final = 0.05
+"""Weight of a look-up in what one is worth."""
 _VAIN: Final = 0.005
 """Of the time of such steps that asking may take: who takes long to look up waits longer."""
 
@@ -132,6 +138,12 @@ class DraftDepth:
         self, max_num_seqs: int, num_drafts: int, timings: Sequence[Timing], hope: float = HOPE, fill: Filling = unfilled
     ) -> None:
         self._acceptance = [hope] * max_num_seqs
+        """[rows]: of proposals of K drafts, each of which is accepted as often as this where those before it are."""
+        self._shorter = [hope] * num_drafts
+        """By the drafts of a shorter one, of any row. It rests on less text: where whole ones are nearly always right, a single
+        draft may nearly always be wrong."""
+        self._proposed = [num_drafts] * max_num_seqs
+        """[rows]: drafts of the last proposal that was not declined."""
         self._hope = self._usual = hope
         self.depths = depths(num_drafts)
         self._chances = [
@@ -159,6 +171,8 @@ class DraftDepth:
         """Of the last choice."""
         self._wait = _LONGEST_WAIT
         """Steps after which a proposer that has found too little is asked again, at most."""
+        self._worth = [0.0] * (self.costs.sizes[-1] + 1)
+        """[sizes]: what a look-up has gained on average, in steps without drafts. Above 0 it pays to ask after each step."""
         self._credit = [_MOST_CREDIT] * (self.costs.sizes[-1] + 1)
         """[sizes]: what drafts may still cost, in steps without drafts: what costs too much for many rows may pay for few."""
 
@@ -213,18 +227,24 @@ class DraftDepth:
         given, right = drafted.tolist(), accepted.tolist()
         if given:
             count = len(given) + others
-            self._earn(count, sum(right) / count - (self.costs.of(count, max(sum(given), verified) / count) - 1))
-        total = 0
+            gained = sum(right) / count - (self.costs.of(count, max(sum(given), verified) / count) - 1)
+            self._earn(count, gained)
+            self._asked(count, gained)
+        total = agreed = 0
         for row, has, good in zip(rows.tolist(), given, right, strict=True):
             # A draft after a rejected one says nothing.
-            if judged := min(good + 1, has):
-                known = self._remembered[judged]
-                self._acceptance[row] = known * self._acceptance[row] + (1 - known) * good / judged
-                total += judged
+            if not (judged := min(good + 1, has)):
+                continue
+            self._judged += judged
+            if (proposed := self._proposed[row]) < self.depths[-1]:
+                self._shorter[proposed] += (1 - (1 - _OF_LENGTH) ** judged) * (good / judged - self._shorter[proposed])
+                continue
+            known = self._remembered[judged]
+            self._acceptance[row] = known * self._acceptance[row] + (1 - known) * good / judged
+            total, agreed = total + judged, agreed + good
         if total:
             weight = 1 - (1 - _SHARED) ** total
-            self._usual += weight * (sum(right) / total - self._usual)
-            self._judged += total
+            self._usual += weight * (agreed / total - self._usual)
 
     def observe_step(self, num_rows: int, drafts: float, seconds: float) -> None:
         """Takes in how long a step of decodes with so many drafts of a row on average took, with what looking them up took."""
@@ -242,7 +262,18 @@ class DraftDepth:
 
     def in_vain(self, num_rows: int, seconds: float) -> None:
         """Takes in what it took to look up what does not pay."""
-        self._wait = min(max(_LONGEST_WAIT, round(self.costs.in_steps(num_rows, seconds) / _VAIN)), _LONGEST_REST)
+        steps = self.costs.in_steps(num_rows, seconds)
+        self._wait = min(max(_LONGEST_WAIT, round(steps / _VAIN)), _LONGEST_REST)
+        self._asked(num_rows, -steps)
+
+    def _asked(self, num_rows: int, gained: float) -> None:
+        """Takes in what a look-up has gained, in steps."""
+        size = self.costs.sizes[num_rows]
+        self._worth[size] += _ASKED * (gained - self._worth[size])
+
+    @property
+    def _is_worth_it(self) -> bool:
+        return self._worth[self.costs.sizes[self._num_rows]] > 0
 
     @property
     def _has_credit(self) -> bool:
@@ -257,7 +288,7 @@ class DraftDepth:
         that reads every step, which is not free either, and makes as many of each row."""
         self._forget(rows, others)
         best, count = _Best(0, _UNLEARNED), len(rows) + others
-        chances = self._chances_of_each(rows.tolist(), [self.depths[-1]] * len(rows))
+        chances = [self._chances_of(self._acceptance[row]) for row in rows.tolist()]
         for depth in self.depths[1:]:
             rate = self._rate(count, depth * len(rows), count + sum(sum(of[:depth]) for of in chances))
             if rate > best.rate:
@@ -277,6 +308,7 @@ class DraftDepth:
             return
         forgotten = min(_FORGOTTEN * self._rested, 1)
         self._usual += forgotten * (self._hope - self._usual)
+        self._shorter = [known + forgotten * (self._hope - known) for known in self._shorter]
         self._judged -= forgotten * self._judged
         for row in rows.tolist():
             self._acceptance[row] += min(_RETURN * self._rested, 1) * (self._usual - self._acceptance[row])
@@ -286,35 +318,42 @@ class DraftDepth:
 
     def found_nothing(self, rows: Int32) -> None:
         """The proposer has nothing for these rows, [m], which is the same as a choice of none."""
-        self._num_rows = len(rows)
+        self._num_rows, self._rested = len(rows), self._rested + 1
         self._offered -= _OFFERED * self._offered
-        self._next_rest = max(self._next_rest, _SHORTEST_WAIT)
-        self._begin_rest(self._wait)
+        if not self._is_worth_it:
+            self._next_rest = max(self._next_rest, _SHORTEST_WAIT)
+            self._begin_rest(self._wait)
 
-    def choose(self, rows: Int32, proposed: Int32, others: int = 0) -> list[int] | None:
+    def choose(self, rows: Int32, proposed: Int32, others: int = 0, room: Int32 | None = None) -> list[int] | None:
         """How many drafts of each row make the most tokens a second; None: none pay.
 
         Args:
             rows: [m].
             proposed: [m]: how many drafts a proposer that looks them up has.
             others: Rows beside these.
+            room: [m]: how many each row has use for; None: all.
         """
         self._forget(rows, others)
         offers, named = proposed.tolist(), rows.tolist()
         count = len(offers) + others
         self._offered += _OFFERED * (sum(offers) / len(offers) - self._offered)
-        chances = self._chances_of_each(named, offers)
+        usable = offers if room is None else room.tolist()
+        chances = [self._chances_of_next(*of) for of in zip(named, offers, usable, strict=True)]
         best = self._best(chances, count)
         if not best.drafts:
             # Where more drafts would pay, it is the proposer that has too few, and its text may begin to repeat at any token.
-            would = self._best(self._chances_of_each(named, [self.depths[-1]] * len(named)), count)
-            self._begin_rest(self._wait if would.drafts else _LONGEST_REST)
+            would = self._best([self._chances_of(self._acceptance[row]) for row in named], count)
+            self._rested += 1
+            if not would.drafts or not self._is_worth_it:
+                self._begin_rest(self._wait if would.drafts else _LONGEST_REST)
             return None
         if not self._has_credit:
             self._next_rest = _LONGEST_REST
             self._begin_rest(_LONGEST_REST)
             return None
         self._next_rest = max(self._next_rest // _SOONER, 1)
+        for row, has in zip(named, offers, strict=True):
+            self._proposed[row] = has
         return None if self._compared(best) else _likeliest(chances, best.drafts)
 
     def _compared(self, best: _Best) -> bool:
@@ -333,14 +372,15 @@ class DraftDepth:
     def _chances_of(self, acceptance: float) -> list[float]:
         return self._chances[int(_STEPS_OF_ACCEPTANCE * acceptance)]
 
-    def _chances_of_each(self, rows: Sequence[int], offers: Sequence[int]) -> list[list[float]]:
-        """Of each row how likely its drafts are accepted, one after the other, as many as there are."""
-        return [self._chances_of(self._acceptance[row])[:has] for row, has in zip(rows, offers, strict=True)]
+    def _chances_of_next(self, row: int, proposed: int, room: int) -> list[float]:
+        """How likely as many drafts of a row are accepted, one after the other."""
+        acceptance = self._acceptance[row] if proposed == self.depths[-1] else self._shorter[proposed]
+        return self._chances_of(acceptance)[: min(proposed, room)]
 
     def _best(self, chances: Sequence[Sequence[float]], num_rows: int) -> _Best:
         """As many of these drafts, the likeliest, as make the most tokens a second; none where they do not make clearly more than
         no drafts."""
-        best, best_rate = 0, _MARGIN
+        best, best_rate = 0, _PROVED if self._is_worth_it else _MARGIN
         made = list(accumulate(sorted(chain.from_iterable(chances), reverse=True), initial=float(num_rows)))
         filled = self._filled_up(num_rows)
         most = min(len(made) - 1, max(_FIRST, filled.drafts[0], int(3 * self._judged)))
