@@ -8,7 +8,7 @@ import numpy as np
 
 from penstock.engine.config import SchedulerConfig, SpeculativeConfig
 from penstock.engine.core.plan import Bool, Int32, StepPlan
-from penstock.engine.core.row_table import RowTable
+from penstock.engine.core.row_table import RowTable, first_places
 from penstock.engine.runner.draft_sampler import DraftSampler
 from penstock.engine.runner.input_batch import Placed
 from penstock.engine.runner.sampler.choice import Drawn
@@ -150,7 +150,7 @@ class OwnDrafts:
         if self._sampler is None or not self._sampler.draws.any():
             return None
         given = drafts.given
-        judged = np.arange(given.shape[1]) < np.minimum(self._num_own[plan.rows], plan.num_drafts)[:, None]
+        judged = first_places(given.shape[1], np.minimum(self._num_own[plan.rows], plan.num_drafts))
         judged[plan.draft_rows] = False  # these are a guide's
         judged &= given & self._sampler.draws[plan.rows][:, None]
         owners, places = judged.nonzero()

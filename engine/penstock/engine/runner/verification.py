@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from penstock.engine.core.plan import Bool, Int32, Int64, StepPlan
+from penstock.engine.core.row_table import first_places
 from penstock.engine.runner.sampler.row_lists import spread
 from penstock.kernels.sampling.buffers import Column
 
@@ -90,7 +91,7 @@ def verify(plan: StepPlan, drafts: PlannedDrafts, sampled: Int32) -> Verified:
     chosen = np.full(ids.shape, _NEVER, np.int32)
     chosen[given] = sampled[:, Column.TOKEN]
     counts = ((((chosen != ids) | (ids < 0)).argmax(axis=1) + 1) * plan.samples).astype(np.int32)
-    accepted = np.arange(ids.shape[1]) < counts[:, None]
+    accepted = first_places(ids.shape[1], counts)
     judged = np.zeros((len(ids), sampled.shape[1]), np.int32)
     if np.count_nonzero(sampled[:, Column.NANS :]):
         verdicts = np.zeros((*ids.shape, sampled.shape[1]), np.int32)

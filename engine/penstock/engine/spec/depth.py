@@ -288,7 +288,7 @@ class DraftDepth:
         that reads every step, which is not free either, and makes as many of each row."""
         self._forget(rows, others)
         best, count = _Best(0, _UNLEARNED), len(rows) + others
-        chances = [self._chances_of(self._acceptance[row]) for row in rows.tolist()]
+        chances = self._chances_of_whole(rows.tolist())
         for depth in self.depths[1:]:
             rate = self._rate(count, depth * len(rows), count + sum(sum(of[:depth]) for of in chances))
             if rate > best.rate:
@@ -342,7 +342,7 @@ class DraftDepth:
         best = self._best(chances, count)
         if not best.drafts:
             # Where more drafts would pay, it is the proposer that has too few, and its text may begin to repeat at any token.
-            would = self._best([self._chances_of(self._acceptance[row]) for row in named], count)
+            would = self._best(self._chances_of_whole(named), count)
             self._rested += 1
             if not would.drafts or not self._is_worth_it:
                 self._begin_rest(self._wait if would.drafts else _LONGEST_REST)
@@ -371,6 +371,10 @@ class DraftDepth:
 
     def _chances_of(self, acceptance: float) -> list[float]:
         return self._chances[int(_STEPS_OF_ACCEPTANCE * acceptance)]
+
+    def _chances_of_whole(self, rows: Sequence[int]) -> list[list[float]]:
+        """Of each row how likely K drafts are accepted, one after the other."""
+        return [self._chances_of(self._acceptance[row]) for row in rows]
 
     def _chances_of_next(self, row: int, proposed: int, room: int) -> list[float]:
         """How likely as many drafts of a row are accepted, one after the other."""
