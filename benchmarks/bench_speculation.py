@@ -46,8 +46,9 @@ STREAMS, QUICK_STREAMS = (1, 4, 16, 32), (1, 16)
 PROCESSES, ROUNDS = 3, 4
 APART = 400
 """Prompts that a process leaves out for each before it, at least as many as one asks of a source."""
-LEAST, WAVES = 6, 3
-"""Requests of a round: at least, and for each stream. While some wait, all streams are busy; only such steps count."""
+LEAST, WAVES = 16, 3
+"""Requests of a round: at least, and for each stream. While some wait, all streams are busy; only such steps count. Fewer of one
+stream make so few steps that two cores that do the same differ by a tenth."""
 OUTPUT, WALK_OUTPUT = 64, 36
 """Of the demo model from half to one and a half times as many tokens, so that prompts come one by one on all sides: outputs of
 one length would end together without drafts, and at several times with them. Of the Llama exactly so many: a step with K accepted

@@ -15,7 +15,8 @@ from penstock.engine.core.plan import Int32
 from penstock.engine.messages import AddRequest
 from penstock.engine.runner.input_batch import MAX_TAPED_TOKENS
 from penstock.engine.sampling import SamplingParams
-from penstock.engine.spec.depth import DraftDepth, to_few_sizes
+from penstock.engine.spec.depth import DraftDepth
+from penstock.engine.spec.filling import to_few_sizes
 
 SLICE, COLD = 16, 2
 """Steps of a turn: few, so that what others do to the machine meanwhile falls on all sides alike. The first of them do not count:

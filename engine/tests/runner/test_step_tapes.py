@@ -14,7 +14,7 @@ from penstock.engine.core.plan import SampleInputs
 from penstock.engine.runner.input_batch import MAX_TAPED_TOKENS
 from penstock.engine.runner.step_tapes import StepTapes
 from penstock.engine.sampling import SamplingParams
-from penstock.engine.spec.depth import to_few_sizes
+from penstock.engine.spec.filling import to_few_sizes
 
 QUICK = ("llama", "qwen3-windows", "gemma3", "cohere2", "starcoder2", "qwen3-moe", "gpt-oss", "deepseek-v3")
 

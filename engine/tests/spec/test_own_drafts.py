@@ -9,7 +9,7 @@ from penstock.engine.runner.input_batch import Placed
 from penstock.engine.runner.own_drafts import Clock, OwnDrafts
 from penstock.engine.sampling import SamplingParams
 from penstock.engine.spec.costs import Timing
-from penstock.engine.spec.depth import to_few_sizes, to_whole_rows, unfilled
+from penstock.engine.spec.filling import to_few_sizes, to_whole_rows, unfilled
 from penstock.engine.spec.proposer import Proposer
 
 K, VOCAB = 4, 100

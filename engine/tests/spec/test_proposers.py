@@ -6,7 +6,8 @@ import pytest
 from penstock.engine.config import SpeculativeConfig
 from penstock.engine.core.row_table import RowTable
 from penstock.engine.spec.costs import Timing
-from penstock.engine.spec.depth import DraftDepth, to_few_sizes, to_whole_rows
+from penstock.engine.spec.depth import DraftDepth
+from penstock.engine.spec.filling import to_few_sizes, to_whole_rows
 from penstock.engine.spec.lookup import lookup_proposer
 
 
@@ -209,7 +210,7 @@ def test_drafts_that_cost_more_than_they_gain_have_a_credit_that_plain_steps_ear
     depth = DraftDepth(4, 8, CHEAP)
 
     def step() -> tuple[int, float]:
-        depth._acceptance, depth._usual = [0.9] * len(depth._acceptance), 0.9
+        depth.acceptance._of_row, depth.acceptance._usual = [0.9] * 4, 0.9
         drafts = 0 if depth.rests(2) else chosen(depth, 8, 8)
         if drafts:
             observed(depth, [drafts // 2, drafts - drafts // 2], [0, 0], 1)
@@ -320,17 +321,91 @@ def test_short_proposals_are_believed_by_their_length():
     depth = DraftDepth(4, 8, [Timing(rows, drafts, 1 + drafts / 16) for rows in (1, 4) for drafts in (0, 1, 8)])
     assert chosen(depth, 1, 1) == 2
     for _ in range(60):
-        depth._proposed[:2] = [1, 1]
+        depth.acceptance.proposed([0, 1], [1, 1])
         observed(depth, [1, 1], [0, 0], 1)
-        depth._proposed[:2] = [8, 8]
+        depth.acceptance.proposed([0, 1], [8, 8])
         observed(depth, [8, 8], [8, 8], 1)
     assert chosen(depth, 1, 1) == 0
     assert chosen(depth, 8, 8) == 16
 
 
+def standing(depth):
+    """A choice of all drafts, whose cost is known well, and of which none was wrong."""
+    observed(depth, [8, 8], [8, 8], 12)
+    compared(depth, 2.0)
+    for _ in range(4):
+        assert chosen(depth, 8, 8) == 16 and depth.learns_from(2, 16)
+        depth.observe_step(2, 8.0, 2.0)
+        observed(depth, [8, 8], [8, 8], 1)
+    assert chosen(depth, 8, 8) == 16
+    observed(depth, [8, 8], [8, 8], 1)
+
+
+def steps_it_stands(depth):
+    """Steps whose drafts are chosen because the choice stands, of which nothing is timed."""
+    count = 0
+    while not depth.rests(2) and chosen(depth, 8, 8) == 16 and not depth.learns_from(2, 16):
+        observed(depth, [8, 8], [8, 8], 1)
+        count += 1
+    return count
+
+
+@pytest.mark.req("SD-28")
+def test_a_choice_of_all_drafts_stands_for_some_steps_while_they_are_right():
+    """To choose and to learn anew in each step costs a small model a twentieth of it."""
+    depth = DraftDepth(4, 8, alike(2.0))
+    standing(depth)
+    assert steps_it_stands(depth) == 7
+    assert steps_it_stands(depth) == 7, "behind each choice"
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        lambda depth: observed(depth, [8, 8], [8, 7], 1),
+        lambda depth: depth.admit(1),
+        lambda depth: chosen(depth, 3, 8),
+        lambda depth: depth.found_nothing(ROWS),
+        lambda depth: depth.choose(ROWS + 1, np.array([8, 8], np.int32)),
+        lambda depth: depth.choose(ROWS, np.array([8, 8], np.int32), 1),
+    ],
+    ids=["a wrong draft", "a request", "a short proposal", "no proposal", "other rows", "a row beside them"],
+)
+def test_a_choice_stands_no_longer_behind(end):
+    depth = DraftDepth(4, 8, alike(2.0))
+    standing(depth)
+    end(depth)
+    while depth.rests(2):
+        pass
+    assert chosen(depth, 8, 8) > 8 and depth.learns_from(2, 16)
+
+
+def test_while_a_choice_stands_there_is_room_for_as_many_drafts_as_ever():
+    depth = DraftDepth(4, 8, alike(2.0))
+    standing(depth)
+    assert depth.choose(ROWS, np.array([8, 8], np.int32), 0, np.array([8, 3], np.int32)) == [8, 3]
+    assert not depth.learns_from(2, 11)
+
+
+def test_what_is_put_off_while_a_choice_stands_is_learned_all_the_same(monkeypatch):
+    each, anew = (DraftDepth(4, 8, alike(2.0)) for _ in range(2))
+    for depth, steps in ((each, 7), (anew, 0)):
+        monkeypatch.setattr("penstock.engine.spec.depth._STANDS", steps)
+        standing(depth)
+        for _ in range(4):
+            assert chosen(depth, 8, 8) == 16
+            observed(depth, [8, 8], [8, 8], 1)
+    assert each.acceptance.judged < anew.acceptance.judged, "not yet"
+    for depth in (each, anew):
+        observed(depth, [8, 8], [1, 8], 1)
+        assert depth.acceptance.of_whole([0])[0][0] < 0.95
+    assert vars(each.acceptance) == vars(anew.acceptance)
+    assert (each._credit, each._worth) == (anew._credit, anew._worth)
+
+
 def test_room_for_few_makes_no_proposal_a_short_one():
     depth = DraftDepth(4, 8, CHEAP)
-    depth._shorter = [0.0] * 8
+    depth.acceptance._of_length = [0.0] * 8
     assert depth.choose(ROWS, np.array([8, 8], np.int32), 0, np.array([2, 2], np.int32)) == [2, 2]
     assert depth.choose(ROWS, np.array([2, 2], np.int32), 0, np.array([2, 2], np.int32)) is None
 

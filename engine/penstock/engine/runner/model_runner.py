@@ -45,7 +45,7 @@ from penstock.engine.runner.staged_model import StagedModel
 from penstock.engine.runner.step_tapes import StepTapes
 from penstock.engine.runner.turns import Forward, Launched
 from penstock.engine.runner.verification import PlannedDrafts
-from penstock.engine.spec.depth import Filling, to_few_sizes
+from penstock.engine.spec.filling import Filling, to_few_sizes
 from penstock.engine.spec.lookup import lookup_proposer
 from penstock.engine.spec.proposer import Proposer
 from penstock.kernels.ops import Ops, ops_for

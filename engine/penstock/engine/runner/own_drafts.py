@@ -14,7 +14,8 @@ from penstock.engine.runner.input_batch import Placed
 from penstock.engine.runner.sampler.choice import Drawn
 from penstock.engine.runner.verification import PlannedDrafts
 from penstock.engine.spec.costs import Timing, knots
-from penstock.engine.spec.depth import HIGH_HOPE, HOPE, DraftDepth, Filling, depths, unfilled
+from penstock.engine.spec.depth import HIGH_HOPE, HOPE, DraftDepth, depths
+from penstock.engine.spec.filling import Filling, unfilled
 from penstock.engine.spec.proposer import Proposer
 
 log = logging.getLogger(__name__)

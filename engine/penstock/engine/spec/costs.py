@@ -85,6 +85,10 @@ class StepCosts:
         """Whether a step without drafts has been observed."""
         return bool(self._levels[self.sizes[num_rows]])
 
+    def comparisons(self, num_rows: int, drafts: float) -> int:
+        """How many steps with about so many drafts of a row have been observed."""
+        return self._comparisons[self.sizes[num_rows]][self.place(drafts)[0]]
+
     def observe(self, num_rows: int, drafts: float, seconds: float) -> None:
         """Takes in how long a step with so many drafts of a row on average took, all told."""
         size = self.sizes[num_rows]

@@ -1,32 +1,24 @@
 """How many drafts pay: verifying makes a step longer, and gains a token only where a draft and all before it are accepted."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate, chain
 from typing import Final, NamedTuple
 
+import numpy as np
+
 from penstock.engine.core.plan import Int32
+from penstock.engine.spec.acceptance import Acceptance, Chances
 from penstock.engine.spec.costs import Place, StepCosts, Timing
+from penstock.engine.spec.filling import Filling, unfilled
 
 HOPE, HIGH_HOPE = 0.7, 0.9
 """Acceptance that is believed in before anything is known: of what stands in text, and of guesses of a model. These cost more:
 with less hope nobody would find out how good they are."""
-_SHARED: Final = 0.02
-"""Weight of a draft in the acceptance that a new request is believed to have."""
-_OF_LENGTH: Final = 0.05
-"""Weight of a draft in the acceptance of as short a proposal."""
 _FORGOTTEN: Final = 0.0005
 """How far this goes back to what was hoped in a step without drafts: in some thousand steps all is tried again."""
 _FIRST: Final = 8
 """Drafts of a step while none was judged, or the fewest that there are steps for. Later steps have at most three times as many as
 were judged: while only hope speaks for drafts, those of a full batch would cost two steps to find out that they are wrong."""
-_WEIGHT: Final = 0.15
-"""Of a draft in a row's acceptance."""
-_STEPS_OF_ACCEPTANCE: Final = 100
-"""From 0 to 1: what a draft gains is looked up."""
-_SIZES: Final = 8
-"""Of filled steps up to so many tokens, all; above, four for each power of two."""
-_RETURN: Final = 0.01
-"""How far a row's acceptance goes back to what new requests have, in a step without drafts."""
 _OFFERED: Final = 0.2
 """Weight of a look-up in how many drafts the proposer usually has."""
 _WARM: Final = 4
@@ -68,6 +60,11 @@ _SOONER: Final = 4
 """Times as soon a proposer is asked again after a find: one among many look-ups in vain is no text that repeats."""
 _ASKED: Final = 0.05
 """Weight of a look-up in what one is worth."""
+_STANDS: Final = 7
+"""Steps for which a choice of all drafts stands, unless one of them is wrong. To choose and to learn what it has cost takes a
+twentieth of a small model's step."""
+_KNOWN_WELL: Final = 4
+"""Comparisons of steps with as many drafts, before a choice stands."""
 _VAIN: Final = 0.005
 """Of the time of such steps that asking may take: who takes long to look up waits longer."""
 
@@ -79,6 +76,16 @@ class _Best(NamedTuple):
     rate: float
 
 
+class _Judged(NamedTuple):
+    """A step, as `DraftDepth.observe` takes it in."""
+
+    rows: list[int]
+    drafted: list[int]
+    accepted: list[int]
+    others: int
+    verified: int
+
+
 class _Filled(NamedTuple):
     """Steps that are filled up to the same size, by the number of rows."""
 
@@ -88,43 +95,8 @@ class _Filled(NamedTuple):
     """Where the costs of such steps are."""
 
 
-Filling = Callable[[int, int], int]
-"""Rows and tokens of a step with drafts → the tokens that it is filled up to with guesses."""
-
-
-def unfilled(rows: int, tokens: int) -> int:
-    """No more than there are."""
-    del rows
-    return tokens
-
-
-def to_few_sizes(most: int) -> Filling:
-    """A few more tokens, up to `most`: steps of few sizes run from few tapes."""
-
-    def fill(rows: int, tokens: int) -> int:
-        del rows
-        if tokens <= _SIZES or tokens > most:
-            return tokens
-        apart = 1 << ((tokens - 1).bit_length() - _SIZES.bit_length() + 1)
-        return -(-tokens // apart) * apart
-
-    return fill
-
-
-def to_whole_rows(drafts: int, most: int) -> Filling:
-    """So many drafts of each row, up to `most` tokens: a device has graphs of such steps alone."""
-
-    def fill(rows: int, tokens: int) -> int:
-        whole = rows * (1 + drafts)
-        return whole if whole <= most else tokens
-
-    return fill
-
-
 class DraftDepth:
     """Chooses how many drafts of each row a step verifies: of all that there are, the likeliest, as many as pay.
-
-    It reckons with Python's numbers: of one row and four drafts, NumPy's operations took a twentieth of a small model's step.
 
     Args:
         max_num_seqs: Rows.
@@ -137,24 +109,8 @@ class DraftDepth:
     def __init__(
         self, max_num_seqs: int, num_drafts: int, timings: Sequence[Timing], hope: float = HOPE, fill: Filling = unfilled
     ) -> None:
-        self._acceptance = [hope] * max_num_seqs
-        """[rows]: of proposals of K drafts, each of which is accepted as often as this where those before it are."""
-        self._shorter = [hope] * num_drafts
-        """By the drafts of a shorter one, of any row. It rests on less text: where whole ones are nearly always right, a single
-        draft may nearly always be wrong."""
-        self._proposed = [num_drafts] * max_num_seqs
-        """[rows]: drafts of the last proposal that was not declined."""
-        self._hope = self._usual = hope
+        self.acceptance = Acceptance(max_num_seqs, num_drafts, hope)
         self.depths = depths(num_drafts)
-        self._chances = [
-            [(step / _STEPS_OF_ACCEPTANCE) ** place for place in range(1, num_drafts + 1)]
-            for step in range(_STEPS_OF_ACCEPTANCE + 1)
-        ]
-        """By acceptance: how likely a row's first draft is accepted, its second, and so on."""
-        self._remembered = [(1 - _WEIGHT) ** judged for judged in range(num_drafts + 1)]
-        """By the number of drafts that were judged: weight of what was known of a row before."""
-        self._judged = 0.0
-        """Drafts whose acceptance is known, as far as it is not forgotten."""
         self._offered = float(num_drafts)
         """Drafts of a row that the proposer usually has."""
         self.fill = fill
@@ -173,18 +129,26 @@ class DraftDepth:
         """Steps after which a proposer that has found too little is asked again, at most."""
         self._worth = [0.0] * (self.costs.sizes[-1] + 1)
         """[sizes]: what a look-up has gained on average, in steps without drafts. Above 0 it pays to ask after each step."""
+        self._stands, self._stands_for, self._repeats = 0, list[int](), False
+        """Steps for which the last choice still stands, for which rows, and whether the last step's was made because of it."""
+        self._unread: list[_Judged] = []
+        """Steps whose drafts were all right, while it stands."""
         self._credit = [_MOST_CREDIT] * (self.costs.sizes[-1] + 1)
         """[sizes]: what drafts may still cost, in steps without drafts: what costs too much for many rows may pay for few."""
 
     def learns_from(self, num_rows: int, drafts: int) -> bool:
-        """Whether the time of a step is to be observed: of one without drafts only soon after one that had some, or where none of
-        as many rows is known yet."""
-        return drafts > 0 or self._compares or not self.costs.knows(num_rows)
+        """Whether the time of a step is to be observed: of one with drafts where these were chosen anew, of one without only soon
+        after one that had some, or where none of as many rows is known yet."""
+        if drafts:
+            return not self._repeats
+        return self._compares or not self.costs.knows(num_rows)
 
     def admit(self, row: int) -> None:
         """Another request has the row, which ends the rest if drafts pay for requests like the last ones. Among many rows it is
         of less weight, and waits a little."""
-        self._acceptance[row] = self._usual
+        self._stands = 0
+        self._read()
+        self.acceptance.admit(row)
         self._earn(self._num_rows, _WELCOME / self._num_rows)
         wait = 0 if self._idle else self._num_rows // 4  # who misses its first step never makes up for it
         if self._rest <= wait or not self._has_credit:
@@ -197,7 +161,7 @@ class DraftDepth:
     def _would_pay(self) -> bool:
         """Whether as many drafts of each row as the proposer usually has would, or fewer, if all were like the last requests."""
         rows, made = self._num_rows, 1.0
-        for drafts, chance in enumerate(self._chances_of(self._usual)[: round(self._offered)], 1):
+        for drafts, chance in enumerate(self.acceptance.of_new()[: round(self._offered)], 1):
             made += chance
             if self._rate(rows, drafts * rows, made * rows) > _MARGIN:
                 return True
@@ -206,6 +170,7 @@ class DraftDepth:
     def rests(self, num_rows: int) -> bool:
         """Whether the next choice, of so many rows, is none, which costs nothing; to be asked once a step. What does not pay for
         many rows may pay for few."""
+        self._repeats = False
         sizes = self.costs.sizes
         self._fewer = self._fewer + 1 if sizes[num_rows] < sizes[self._num_rows] else 0
         if self._fewer == _FEWER:
@@ -214,6 +179,7 @@ class DraftDepth:
             return False
         self._rest -= 1
         self._rested += 1
+        self._stands = 0
         return True
 
     @property
@@ -224,27 +190,22 @@ class DraftDepth:
     def observe(self, rows: Int32, drafted: Int32, accepted: Int32, others: int = 0, verified: int = 0) -> None:
         """Takes in a step: [m] rows, the drafts that were verified, and how many of them were accepted. There were so many others
         beside them. So many drafts were verified with what rows were filled up with."""
-        given, right = drafted.tolist(), accepted.tolist()
-        if given:
-            count = len(given) + others
-            gained = sum(right) / count - (self.costs.of(count, max(sum(given), verified) / count) - 1)
-            self._earn(count, gained)
-            self._asked(count, gained)
-        total = agreed = 0
-        for row, has, good in zip(rows.tolist(), given, right, strict=True):
-            # A draft after a rejected one says nothing.
-            if not (judged := min(good + 1, has)):
-                continue
-            self._judged += judged
-            if (proposed := self._proposed[row]) < self.depths[-1]:
-                self._shorter[proposed] += (1 - (1 - _OF_LENGTH) ** judged) * (good / judged - self._shorter[proposed])
-                continue
-            known = self._remembered[judged]
-            self._acceptance[row] = known * self._acceptance[row] + (1 - known) * good / judged
-            total, agreed = total + judged, agreed + good
-        if total:
-            weight = 1 - (1 - _SHARED) ** total
-            self._usual += weight * (agreed / total - self._usual)
+        judged = _Judged(rows.tolist(), drafted.tolist(), accepted.tolist(), others, verified)
+        self._unread.append(judged)
+        if not self._stands or judged.accepted != judged.drafted:
+            self._stands = 0
+            self._read()
+
+    def _read(self) -> None:
+        """Takes in the steps that have been put off."""
+        for rows, drafted, accepted, others, verified in self._unread:
+            if rows:
+                count = len(rows) + others
+                gained = sum(accepted) / count - (self.costs.of(count, max(sum(drafted), verified) / count) - 1)
+                self._earn(count, gained)
+                self._asked(count, gained)
+            self.acceptance.observe(rows, drafted, accepted)
+        self._unread.clear()
 
     def observe_step(self, num_rows: int, drafts: float, seconds: float) -> None:
         """Takes in how long a step of decodes with so many drafts of a row on average took, with what looking them up took."""
@@ -288,7 +249,7 @@ class DraftDepth:
         that reads every step, which is not free either, and makes as many of each row."""
         self._forget(rows, others)
         best, count = _Best(0, _UNLEARNED), len(rows) + others
-        chances = self._chances_of_whole(rows.tolist())
+        chances = self.acceptance.of_whole(rows.tolist())
         for depth in self.depths[1:]:
             rate = self._rate(count, depth * len(rows), count + sum(sum(of[:depth]) for of in chances))
             if rate > best.rate:
@@ -304,14 +265,11 @@ class DraftDepth:
     def _forget(self, rows: Int32, others: int) -> None:
         """What was learned before a rest goes back to what was believed at first."""
         self._idle, self._num_rows = False, len(rows) + others
+        self._read()
         if not self._rested:
             return
         forgotten = min(_FORGOTTEN * self._rested, 1)
-        self._usual += forgotten * (self._hope - self._usual)
-        self._shorter = [known + forgotten * (self._hope - known) for known in self._shorter]
-        self._judged -= forgotten * self._judged
-        for row in rows.tolist():
-            self._acceptance[row] += min(_RETURN * self._rested, 1) * (self._usual - self._acceptance[row])
+        self.acceptance.forget(rows.tolist(), forgotten, self._rested)
         self.costs.forget(self._num_rows, forgotten)
         self._earn(self._num_rows, _EARNED * self._rested)
         self._rested = 0
@@ -319,6 +277,7 @@ class DraftDepth:
     def found_nothing(self, rows: Int32) -> None:
         """The proposer has nothing for these rows, [m], which is the same as a choice of none."""
         self._num_rows, self._rested = len(rows), self._rested + 1
+        self._stands = 0
         self._offered -= _OFFERED * self._offered
         if not self._is_worth_it:
             self._next_rest = max(self._next_rest, _SHORTEST_WAIT)
@@ -333,16 +292,20 @@ class DraftDepth:
             others: Rows beside these.
             room: [m]: how many each row has use for; None: all.
         """
-        self._forget(rows, others)
-        offers, named = proposed.tolist(), rows.tolist()
+        named, offers = rows.tolist(), proposed.tolist()
+        usable = offers if room is None else np.minimum(proposed, room).tolist()
         count = len(offers) + others
+        if self._stands and named == self._stands_for and count == self._num_rows and min(offers) == self.depths[-1]:
+            self._stands, self._run, self._repeats = self._stands - 1, self._run + 1, True
+            return usable
+        self._stands = 0
+        self._forget(rows, others)
         self._offered += _OFFERED * (sum(offers) / len(offers) - self._offered)
-        usable = offers if room is None else room.tolist()
-        chances = [self._chances_of_next(*of) for of in zip(named, offers, usable, strict=True)]
+        chances = self.acceptance.of_next(named, offers, usable)
         best = self._best(chances, count)
         if not best.drafts:
             # Where more drafts would pay, it is the proposer that has too few, and its text may begin to repeat at any token.
-            would = self._best(self._chances_of_whole(named), count)
+            would = self._best(self.acceptance.of_whole(named), count)
             self._rested += 1
             if not would.drafts or not self._is_worth_it:
                 self._begin_rest(self._wait if would.drafts else _LONGEST_REST)
@@ -352,9 +315,12 @@ class DraftDepth:
             self._begin_rest(_LONGEST_REST)
             return None
         self._next_rest = max(self._next_rest // _SOONER, 1)
-        for row, has in zip(named, offers, strict=True):
-            self._proposed[row] = has
-        return None if self._compared(best) else _likeliest(chances, best.drafts)
+        self.acceptance.proposed(named, offers)
+        if self._compared(best):
+            return None
+        if best.drafts == len(offers) * self.depths[-1] and self.costs.comparisons(count, self.depths[-1]) >= _KNOWN_WELL:
+            self._stands, self._stands_for = _STANDS, named
+        return _likeliest(chances, best.drafts)
 
     def _compared(self, best: _Best) -> bool:
         """Whether it is time for steps without drafts, which those with drafts are compared with."""
@@ -369,25 +335,13 @@ class DraftDepth:
         self._rest = min(self._next_rest, most)
         self._next_rest = min(2 * self._rest, most)
 
-    def _chances_of(self, acceptance: float) -> list[float]:
-        return self._chances[int(_STEPS_OF_ACCEPTANCE * acceptance)]
-
-    def _chances_of_whole(self, rows: Sequence[int]) -> list[list[float]]:
-        """Of each row how likely K drafts are accepted, one after the other."""
-        return [self._chances_of(self._acceptance[row]) for row in rows]
-
-    def _chances_of_next(self, row: int, proposed: int, room: int) -> list[float]:
-        """How likely as many drafts of a row are accepted, one after the other."""
-        acceptance = self._acceptance[row] if proposed == self.depths[-1] else self._shorter[proposed]
-        return self._chances_of(acceptance)[: min(proposed, room)]
-
-    def _best(self, chances: Sequence[Sequence[float]], num_rows: int) -> _Best:
+    def _best(self, chances: Sequence[Chances], num_rows: int) -> _Best:
         """As many of these drafts, the likeliest, as make the most tokens a second; none where they do not make clearly more than
         no drafts."""
         best, best_rate = 0, _PROVED if self._is_worth_it else _MARGIN
         made = list(accumulate(sorted(chain.from_iterable(chances), reverse=True), initial=float(num_rows)))
         filled = self._filled_up(num_rows)
-        most = min(len(made) - 1, max(_FIRST, filled.drafts[0], int(3 * self._judged)))
+        most = min(len(made) - 1, max(_FIRST, filled.drafts[0], int(3 * self.acceptance.judged)))
         if most:
             for drafts, cost in zip(filled.drafts, self.costs.at(num_rows, filled.places), strict=True):
                 taken = min(drafts, most)
@@ -414,7 +368,7 @@ class DraftDepth:
         return made / (self.costs.of(num_rows, drafts / num_rows) * num_rows)
 
 
-def _likeliest(chances: Sequence[Sequence[float]], number: int) -> list[int]:
+def _likeliest(chances: Sequence[Chances], number: int) -> list[int]:
     """How many drafts of each row are among so many likeliest ones; of equally likely ones those of the first rows."""
     each = [len(of) for of in chances]
     if number == sum(each):

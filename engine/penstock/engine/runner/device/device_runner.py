@@ -50,7 +50,7 @@ from penstock.engine.runner.sampler.sampler import Sampler
 from penstock.engine.runner.turns import Forward
 from penstock.engine.runner.verification import PlannedDrafts
 from penstock.engine.sampling import SamplingParams
-from penstock.engine.spec.depth import to_whole_rows
+from penstock.engine.spec.filling import to_whole_rows
 from penstock.engine.spec.lookup import lookup_proposer
 from penstock.engine.spec.proposer import Proposer
 from penstock.kernels.ops import Ops, ops_for
