@@ -39,9 +39,9 @@ def answer(system: System, model: str, prompt: str = "What does json.loads do?")
     return asked.choices[0].text
 
 
-def loaded_bytes(pod: Object) -> float:
-    """Of pages that have come from the shared store."""
-    return models.metric(pod, metrics.KV_OFFLOAD_BYTES, 'tier="store"', 'transfer_type="load"')
+def moved_bytes(pod: Object, direction: str) -> float:
+    """Of pages that have come from the shared store, `load`, or gone there, `store`."""
+    return models.metric(pod, metrics.KV_OFFLOAD_BYTES, 'tier="store"', f'transfer_type="{direction}"')
 
 
 def children(pid: int) -> list[int]:
@@ -74,8 +74,15 @@ def test_two_ranks_in_a_pod_answer_as_one_process_and_fall_together(
         (engine,) = pod["spec"]["containers"]
         assert flag in engine["args"] and engine["resources"]["requests"]["cpu"] == "2"
 
-        long = "What does json.loads do? " * 40
+        long, already = "What does json.loads do? " * 40, moved_bytes(pod, "store")
         shared = answer(system, PAIR, long)
+
+        def expect_stored() -> None:
+            found = moved_bytes(pod, "store")
+            time.sleep(1.0)
+            assert already < found == moved_bytes(pod, "store"), "each rank stores its part behind the answer"
+
+        eventually(expect_stored, seconds=60)
         before = container()
         ranks = children(int(before["containerID"].removeprefix("process://")))
         assert len(ranks) >= 3, "the core and two ranks"
@@ -88,9 +95,9 @@ def test_two_ranks_in_a_pod_answer_as_one_process_and_fall_together(
 
             eventually(expect_again, seconds=120)
         (pod,) = models.ready_pods(cluster, namespace, PAIR, 1).values()
-        assert loaded_bytes(pod) == 0
+        assert moved_bytes(pod, "load") == 0
         assert answer(system, PAIR, long) == shared
-        assert loaded_bytes(pod) > 0, "the pages of the process before"
+        assert moved_bytes(pod, "load") > 0, "the pages of the process before"
 
 
 def test_requests_go_to_the_data_parallel_rank_that_holds_their_prefix(system: System, namespace: str, phases: Phases) -> None:
