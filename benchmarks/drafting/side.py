@@ -64,10 +64,9 @@ class FixedDepth(DraftDepth):
         """The number."""
         return self._drafts
 
-    def choose(self, rows: Int32, proposed: Int32, others: int = 0, room: Int32 | None = None) -> list[int]:
+    def choose(self, rows: Int32, proposed: Int32, usable: Int32, others: int = 0) -> list[int]:
         """The number, where the proposer has found as many."""
-        most = self._drafts if room is None else np.minimum(room, self._drafts)
-        return np.minimum(proposed, most).tolist()
+        return np.minimum(usable, self._drafts).tolist()
 
 
 class Side:

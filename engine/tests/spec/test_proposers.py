@@ -54,9 +54,15 @@ def observed(depth, drafted, accepted, steps):
         depth.observe(ROWS, np.array(drafted, np.int32), np.array(accepted, np.int32))
 
 
-def chosen(depth, *proposed, others=0):
+def choice(depth, *proposed, first=0, usable=None, others=0):
+    """Of rows from the first on, all of whose drafts are of use."""
+    rows, each = np.arange(first, first + len(proposed), dtype=np.int32), np.array(proposed, np.int32)
+    return depth.choose(rows, each, each if usable is None else np.array(usable, np.int32), others)
+
+
+def chosen(depth, *proposed):
     """Drafts of all rows together that are chosen; 0: none."""
-    return sum(depth.choose(np.arange(len(proposed), dtype=np.int32), np.array(proposed, np.int32), others) or [])
+    return sum(choice(depth, *proposed) or [])
 
 
 @pytest.mark.req("SD-29")
@@ -88,9 +94,9 @@ def test_the_likeliest_drafts_of_all_rows_are_chosen():
     depth = DraftDepth(4, 8, [Timing(rows, drafts, 1.0 + 0.25 * drafts) for rows in (1, 4) for drafts in (0, 8)])
     for _ in range(12):
         depth.observe(ROWS, np.array([4, 1], np.int32), np.array([4, 0], np.int32))
-    good, bad = depth.choose(ROWS, np.array([8, 8], np.int32)) or [0, 0]
+    good, bad = choice(depth, 8, 8) or [0, 0]
     assert good > 4 and bad == 0
-    assert depth.choose(ROWS, np.array([2, 8], np.int32)) == [2, 0], "and no more than there are"
+    assert choice(depth, 2, 8) == [2, 0], "and no more than there are"
 
 
 @pytest.mark.req("SD-28")
@@ -99,7 +105,7 @@ def test_the_first_steps_of_a_full_batch_have_few_drafts():
     cheap = [Timing(rows, drafts, 1.0 + 0.01 * drafts) for rows in (1, 32) for drafts in (0, 8)]
     depth, rows = DraftDepth(32, 8, cheap), np.arange(32, dtype=np.int32)
     for expected in (8, 24, 96, 256):
-        each = depth.choose(rows, np.full(32, 8, np.int32)) or []
+        each = choice(depth, *[8] * 32) or []
         assert sum(each) == expected
         drafted = np.array(each, np.int32)
         depth.observe(rows, drafted, drafted)
@@ -120,11 +126,10 @@ def test_a_device_verifies_as_many_drafts_of_each_row():
     fill = to_whole_rows(8, most=36)
     assert [fill(rows, rows + 3) for rows in (1, 4, 5)] == [9, 36, 8]
     dear = [Timing(rows, drafts, 1.0 + 0.25 * drafts) for rows in (1, 4) for drafts in (0, 8)]
-    proposed = np.array([8, 8, 0, 0], np.int32)
-    rows = np.arange(4, dtype=np.int32)
-    assert DraftDepth(4, 8, dear, fill=fill).choose(rows, proposed) is None
-    assert DraftDepth(4, 8, dear).choose(rows, proposed) is not None
-    assert DraftDepth(4, 8, alike(1.4), fill=fill).choose(rows, proposed) == [8, 8, 0, 0]
+    proposed = [8, 8, 0, 0]
+    assert choice(DraftDepth(4, 8, dear, fill=fill), *proposed) is None
+    assert choice(DraftDepth(4, 8, dear), *proposed) is not None
+    assert choice(DraftDepth(4, 8, alike(1.4), fill=fill), *proposed) == proposed
 
 
 def test_drafts_that_cost_more_than_measured_at_the_start_are_learned():
@@ -366,8 +371,8 @@ def test_a_choice_of_all_drafts_stands_for_some_steps_while_they_are_right():
         lambda depth: depth.admit(1),
         lambda depth: chosen(depth, 3, 8),
         lambda depth: depth.found_nothing(ROWS),
-        lambda depth: depth.choose(ROWS + 1, np.array([8, 8], np.int32)),
-        lambda depth: depth.choose(ROWS, np.array([8, 8], np.int32), 1),
+        lambda depth: choice(depth, 8, 8, first=1),
+        lambda depth: choice(depth, 8, 8, others=1),
     ],
     ids=["a wrong draft", "a request", "a short proposal", "no proposal", "other rows", "a row beside them"],
 )
@@ -383,7 +388,7 @@ def test_a_choice_stands_no_longer_behind(end):
 def test_while_a_choice_stands_there_is_room_for_as_many_drafts_as_ever():
     depth = DraftDepth(4, 8, alike(2.0))
     standing(depth)
-    assert depth.choose(ROWS, np.array([8, 8], np.int32), 0, np.array([8, 3], np.int32)) == [8, 3]
+    assert choice(depth, 8, 8, usable=[8, 3]) == [8, 3]
     assert not depth.learns_from(2, 11)
 
 
@@ -406,8 +411,8 @@ def test_what_is_put_off_while_a_choice_stands_is_learned_all_the_same(monkeypat
 def test_room_for_few_makes_no_proposal_a_short_one():
     depth = DraftDepth(4, 8, CHEAP)
     depth.acceptance._of_length = [0.0] * 8
-    assert depth.choose(ROWS, np.array([8, 8], np.int32), 0, np.array([2, 2], np.int32)) == [2, 2]
-    assert depth.choose(ROWS, np.array([2, 2], np.int32), 0, np.array([2, 2], np.int32)) is None
+    assert choice(depth, 8, 8, usable=[2, 2]) == [2, 2]
+    assert choice(depth, 2, 2, usable=[2, 2]) is None
 
 
 def test_a_new_request_ends_the_rest_where_drafts_pay_for_most():

@@ -232,7 +232,7 @@ class OwnDrafts:
         found, counts = proposed
         self._num_proposed[of] = counts
         room = self._room(of, known)
-        each = self._depth.choose(of, counts, len(plan.rows) - len(of), room)
+        each = self._depth.choose(of, counts, np.minimum(counts, room), len(plan.rows) - len(of))
         return None if each is None else self._kept(plan, of, found, np.array(each, np.int32), room, rows)
 
     def _guessed(self, plan: StepPlan, rows: RowTable, step: Placed | None, asked: Bool, *, rests: bool) -> Int32 | None:

@@ -4,8 +4,6 @@ from collections.abc import Sequence
 from itertools import accumulate, chain
 from typing import Final, NamedTuple
 
-import numpy as np
-
 from penstock.engine.core.plan import Int32
 from penstock.engine.spec.acceptance import Acceptance, Chances
 from penstock.engine.spec.costs import Place, StepCosts, Timing
@@ -283,25 +281,24 @@ class DraftDepth:
             self._next_rest = max(self._next_rest, _SHORTEST_WAIT)
             self._begin_rest(self._wait)
 
-    def choose(self, rows: Int32, proposed: Int32, others: int = 0, room: Int32 | None = None) -> list[int] | None:
+    def choose(self, rows: Int32, proposed: Int32, usable: Int32, others: int = 0) -> list[int] | None:
         """How many drafts of each row make the most tokens a second; None: none pay.
 
         Args:
             rows: [m].
             proposed: [m]: how many drafts a proposer that looks them up has.
+            usable: [m]: how many of these each row has use for.
             others: Rows beside these.
-            room: [m]: how many each row has use for; None: all.
         """
-        named, offers = rows.tolist(), proposed.tolist()
-        usable = offers if room is None else np.minimum(proposed, room).tolist()
+        named, offers, useful = rows.tolist(), proposed.tolist(), usable.tolist()
         count = len(offers) + others
         if self._stands and named == self._stands_for and count == self._num_rows and min(offers) == self.depths[-1]:
             self._stands, self._run, self._repeats = self._stands - 1, self._run + 1, True
-            return usable
+            return useful
         self._stands = 0
         self._forget(rows, others)
         self._offered += _OFFERED * (sum(offers) / len(offers) - self._offered)
-        chances = self.acceptance.of_next(named, offers, usable)
+        chances = self.acceptance.of_next(named, offers, useful)
         best = self._best(chances, count)
         if not best.drafts:
             # Where more drafts would pay, it is the proposer that has too few, and its text may begin to repeat at any token.
