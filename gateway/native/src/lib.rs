@@ -10,6 +10,7 @@ mod coming;
 mod cuts;
 mod fields;
 mod folded;
+mod guess;
 mod h2;
 mod hashes;
 mod hashing;
@@ -52,7 +53,7 @@ fn chain<'py>(
 #[pymodule]
 fn penstock_gateway_native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     // Number of the interface in `penstock.gateway.picker.compiled`.
-    module.add("INTERFACE", 14)?;
+    module.add("INTERFACE", 15)?;
     module.add("VERSION", env!("CARGO_PKG_VERSION"))?;
     module.add("FIGURES", price::FIGURES)?;
     module.add_class::<bookings::Bookings>()?;
@@ -69,6 +70,7 @@ fn penstock_gateway_native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<text::TextHasher>()?;
     module.add_class::<wire::Wire>()?;
     module.add_function(wrap_pyfunction!(chain, module)?)?;
+    module.add_function(wrap_pyfunction!(guess::text_bytes, module)?)?;
     module.add_function(wrap_pyfunction!(pick::rank, module)?)?;
     module.add_function(wrap_pyfunction!(pick::pick, module)?)
 }

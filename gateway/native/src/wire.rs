@@ -5,7 +5,7 @@ use std::borrow::Cow;
 use std::collections::BTreeMap;
 
 use hashbrown::HashMap;
-use prost::Message;
+use prost::{Message, length_delimiter_len};
 use prost_types::value::Kind;
 use prost_types::{Struct, Value};
 use pyo3::exceptions::PyValueError;
@@ -13,7 +13,7 @@ use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedStr;
 use pyo3::types::{PyBytes, PyDict, PyList, PyString, PyTuple};
 
-use crate::fields::{entry, field, head};
+use crate::fields::{self, field};
 use crate::messages::{HeaderMap, Metadata, ProcessingRequest, Request};
 
 /// Fields with their values: of an option for a header that it overwrites what is there or adds, of a response that the route is
@@ -23,6 +23,8 @@ const CLEAR_ROUTE_CACHE: [u8; 2] = [5 << 3, 1];
 const END_OF_STREAM: [u8; 2] = [2 << 3, 1];
 /// What goes before the number of a `Value`.
 const NUMBER: u8 = 2 << 3 | 1;
+/// Room for what most answers to a request's headers have besides the mutation.
+const PICKED_BYTES: usize = 1024;
 
 /// A field of a namespace in metadata or attributes.
 type Place = (String, String);
@@ -136,34 +138,43 @@ impl Wire {
         removes: Vec<PyBackedStr>,
         metadata: Vec<(PyBackedStr, Bound<'_, PyDict>)>,
     ) -> PyResult<Vec<u8>> {
-        let mut mutation = mutation.to_vec();
-        for (name, value) in sets {
-            let header = field(1, &[&field(1, &[name.as_bytes()]), &field(3, &[value.as_bytes()])]);
-            mutation.extend(field(1, &[&header, &OVERWRITE]));
+        let mut out = Vec::with_capacity(PICKED_BYTES + mutation.len());
+        fields::message(&mut out, 1, |out| {
+            fields::message(out, 1, |out| {
+                fields::message(out, 2, |out| {
+                    out.extend_from_slice(mutation);
+                    sets.iter().for_each(|(name, value)| overwrite(out, name, value));
+                    removes.iter().for_each(|name| field(out, 2, name.as_bytes()));
+                });
+                out.extend_from_slice(&CLEAR_ROUTE_CACHE);
+            });
+        });
+        if !metadata.is_empty() {
+            fields::message(&mut out, 8, |out| {
+                metadata
+                    .iter()
+                    .try_for_each(|(name, fields)| entry(out, name, |out| fields::message(out, 5, |out| all(out, fields))))
+            })?;
         }
-        removes.iter().for_each(|name| mutation.extend(field(2, &[name.as_bytes()])));
-        let response = field(1, &[&field(2, &[&mutation]), &CLEAR_ROUTE_CACHE]);
-        let (mut spaces, mut values) = (Vec::new(), Vec::new());
-        for (name, fields) in metadata {
-            values.clear();
-            for (name, value) in fields {
-                values.extend(entry(name.cast::<PyString>()?.to_str()?, &value_of(&value)?));
-            }
-            spaces.extend(entry(&name, &field(5, &[&values])));
-        }
-        let metadata = if spaces.is_empty() { Vec::new() } else { field(8, &[&spaces]) };
-        Ok([field(1, &[&response]), metadata].concat())
+        Ok(out)
     }
 
     /// See `chunk`.
     pub fn chunk_of(body: &[u8], ends: bool) -> Vec<u8> {
         let last: &[u8] = if ends { &END_OF_STREAM } else { &[] };
-        let mut before = head(1, body.len());
-        // The streamed response, the mutation that it is of, its response, and what answers a body.
-        for number in [3, 3, 1, 3] {
-            before = [head(number, before.len() + body.len() + last.len()), before].concat();
+        let size = |size: usize| 1 + length_delimiter_len(size) + size;
+        let streamed = size(body.len()) + last.len();
+        let mutation = size(streamed);
+        let response = size(mutation);
+        let answer = size(response);
+        let mut out = Vec::with_capacity(size(answer));
+        // What answers a body, its response, the mutation of that, and the streamed response.
+        for (number, size) in [(3, answer), (1, response), (3, mutation), (3, streamed)] {
+            fields::head(&mut out, number, size);
         }
-        [&before, body, last].concat()
+        field(&mut out, 1, body);
+        out.extend_from_slice(last);
+        out
     }
 
     /// Whether a request's metadata has the subset's hint.
@@ -239,12 +250,40 @@ fn plain<'py>(py: Python<'py>, value: &Value) -> PyResult<Bound<'py, PyAny>> {
     })
 }
 
-/// A `Value`: a text, or a number.
-fn value_of(value: &Bound<'_, PyAny>) -> PyResult<Vec<u8>> {
-    Ok(match value.cast::<PyString>() {
-        Ok(text) => field(3, &[text.to_str()?.as_bytes()]),
-        Err(_) => [&[NUMBER][..], &value.extract::<f64>()?.to_le_bytes()].concat(),
+/// A header that is set whatever was there.
+fn overwrite(out: &mut Vec<u8>, name: &str, value: &str) {
+    fields::message(out, 1, |out| {
+        fields::message(out, 1, |out| {
+            field(out, 1, name.as_bytes());
+            field(out, 3, value.as_bytes());
+        });
+        out.extend_from_slice(&OVERWRITE);
+    });
+}
+
+/// What is in a map, whose field is 1, as in `Struct`: `value` writes the fields of a message.
+fn entry<R>(out: &mut Vec<u8>, name: &str, value: impl FnOnce(&mut Vec<u8>) -> R) -> R {
+    fields::message(out, 1, |out| {
+        field(out, 1, name.as_bytes());
+        fields::message(out, 2, value)
     })
+}
+
+/// The fields of a `Struct`: texts and numbers.
+fn all(out: &mut Vec<u8>, fields: &Bound<'_, PyDict>) -> PyResult<()> {
+    for (name, value) in fields {
+        entry(out, name.cast::<PyString>()?.to_str()?, |out| -> PyResult<()> {
+            match value.cast::<PyString>() {
+                Ok(text) => field(out, 3, text.to_str()?.as_bytes()),
+                Err(_) => {
+                    out.push(NUMBER);
+                    out.extend_from_slice(&value.extract::<f64>()?.to_le_bytes());
+                }
+            }
+            Ok(())
+        })?;
+    }
+    Ok(())
 }
 
 fn latin1(bytes: &[u8]) -> Cow<'_, str> {

@@ -10,6 +10,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from penstock.gateway.load.compiled_hasher import CompiledHasher, CompiledMemo
 from penstock.gateway.load.prompts import PromptLibrary
+from penstock.gateway.load.tokenized import guessed_tokens
 from penstock.gateway.picker.compiled import MODULE, installed
 from penstock.gateway.picker.state import FleetState
 from penstock.prompt.bundle import PromptBundle
@@ -69,3 +70,9 @@ def test_the_library_of_a_gateway_hashes_so() -> None:
         assert type(memo) is kind
         [prompt] = memo.hashed("/v1/completions", {"prompt": "w w"}, ExtraKeys())
         assert prompt.block_hashes == tuple(BlockHasher(2, "s").hash([0, 0]))
+
+
+@given(st.lists(st.sampled_from([b'"data:', b'"', b" ", b"data:", b"A" * 40, b'\\"', b"\xff:", b'""data:']), max_size=12))
+def test_text_is_told_from_files_alike(parts: list[bytes]) -> None:
+    body = b"".join(parts)
+    assert guessed_tokens(body, installed()) == guessed_tokens(body)

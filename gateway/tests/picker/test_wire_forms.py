@@ -19,6 +19,8 @@ from penstock.gateway.picker.compiled import MODULE, installed
 pytest.importorskip(MODULE, reason="penstock-gateway-native is not built: make native")
 KINDS = [f"{side}_{part}" for side in ("request", "response") for part in ("headers", "body", "trailers")]
 words = st.text(max_size=6)
+texts = words | st.integers(100, 300).map("x".__mul__)
+"""Some are so long that what they are in needs two bytes for its size."""
 values = st.recursive(
     st.none() | st.booleans() | st.floats(allow_nan=False) | words,
     lambda inner: st.lists(inner, max_size=2) | st.dictionaries(words, inner, max_size=2),
@@ -96,9 +98,9 @@ def test_the_compiled_form_reads_by_itself(monkeypatch: pytest.MonkeyPatch) -> N
 
 @settings(max_examples=50)
 @given(
-    st.lists(st.tuples(words, words), max_size=3),
+    st.lists(st.tuples(words, texts), max_size=3),
     st.lists(words, max_size=3),
-    st.dictionaries(words, st.dictionaries(words, words | st.floats(allow_nan=False), min_size=1), max_size=2),
+    st.dictionaries(words, st.dictionaries(words, texts | st.floats(allow_nan=False), min_size=1), max_size=2),
 )
 def test_both_forms_write_alike(sets: list[tuple[str, str]], removes: list[str], metadata: dict[str, dict[str, Any]]) -> None:
     answer = ProcessingResponse.FromString(BothWires().picked(Pick(b"\x12\x01a", sets, removes, list(metadata.items()))))
@@ -106,3 +108,11 @@ def test_both_forms_write_alike(sets: list[tuple[str, str]], removes: list[str],
     assert [(it.header.key, it.header.raw_value.decode()) for it in mutation.set_headers] == sets
     assert mutation.remove_headers == ["a", *removes]
     assert {space: dict(of.struct_value.fields) for space, of in answer.dynamic_metadata.fields.items()}.keys() == metadata.keys()
+
+
+@pytest.mark.parametrize("size", [0, 1, 100, 110, 120, 127, 128, 16_360, 16_370, 16_383, 16_384, 62_000])
+def test_both_forms_write_chunks_alike(size: int) -> None:
+    for ends in (False, True):
+        answer = ProcessingResponse.FromString(BothWires().chunk(b"x" * size, ends))
+        streamed = answer.request_body.response.body_mutation.streamed_response
+        assert (len(streamed.body), streamed.end_of_stream) == (size, ends)

@@ -18,7 +18,6 @@ from penstock.gateway.extproc.stages.respond import Respond
 from penstock.gateway.extproc.stages.tokenise import Tokenise
 from penstock.gateway.extproc.underway import Underway
 from penstock.gateway.http.metrics import PickerMetrics
-from penstock.gateway.load.tokenized import guessed_tokens
 from penstock.prompt.processor import PROMPT_PATHS
 
 _DIGITS = 20
@@ -84,7 +83,7 @@ class PickDirector:
             self._identify.run(passage)
             if passage.path not in PROMPT_PATHS and self._listing.answers(passage.path):
                 return self._listing.run(call, passage.tenant)
-            passage.body, passage.guess = parse_body(call.body), guessed_tokens(call.body)
+            passage.body, passage.guess = parse_body(call.body), self._tokenise.guess(call.body)
             await self._resolve.first(passage)
             passage.priority = priority_of(passage)
             return await self._serve(passage)
@@ -108,7 +107,8 @@ class PickDirector:
 
     async def _pass_on(self, passage: Passage) -> Routed:
         while True:
-            await self._admit.run(passage)
+            if not self._admit.at_once(passage):
+                await self._admit.run(passage)
             routed = None
             try:
                 await self._tokenise.run(passage)

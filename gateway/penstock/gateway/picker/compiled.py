@@ -18,7 +18,7 @@ from penstock.gateway.picker.figures import Figures, Floats, Rates
 from penstock.gateway.residency.index import MAX_BLOCKS, MAX_BLOCKS_PER_REPLICA, Knowledge, ResidencyIndex
 
 PACKAGE, MODULE = "penstock-gateway-native", "penstock_gateway_native"
-INTERFACE = 14
+INTERFACE = 15
 """Number of what follows; rises with each change of it. A package with another number is not used."""
 
 log = logging.getLogger(__name__)
@@ -277,6 +277,10 @@ class Compiled(Protocol):
     def chain(self, parent: bytes, tokens: "array[int]", block_size: int, every: bytes, first: bytes) -> list[bytes]:
         """The chained hashes of the full blocks of `tokens`, uint32, after the block `parent`: behind its tokens each block holds
         `every`, and the first one `first`."""
+        ...
+
+    def text_bytes(self, body: bytes, opening: bytes) -> int:
+        """`penstock.gateway.load.tokenized.text_bytes`. `opening`: what files begin with."""
         ...
 
     def BlockHashes(self, packed: bytes) -> Sequence[bytes]:

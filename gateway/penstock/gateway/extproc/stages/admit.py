@@ -25,16 +25,17 @@ class Admit:
         self._metrics = metrics
         self._ordinals = count()
 
-    async def run(self, passage: Passage) -> None:
-        """Returns when the request may go on, and `leave` must follow; raises `Refused`. What a gateway's subset leaves out is
-        not waited for."""
-        passage.entered = None
-        now = time.monotonic()
-        passage.charged = 0
+    def at_once(self, passage: Passage) -> bool:
+        """Whether the request goes on now, and `leave` must follow; else `run` must. Raises `Refused`."""
+        passage.entered, passage.charged = None, 0
         passage.patience_s = _patience_s(passage.call)
-        tokens = passage.guess
-        ordinal: int | None = None
-        while not self._gate.enter(passage.model, tokens, now, passage.adapter):
+        return self._enters(passage)
+
+    async def run(self, passage: Passage) -> None:
+        """Returns when a request that did not go on at once may, and `leave` must follow; raises `Refused`. What a gateway's
+        subset leaves out is not waited for."""
+        tokens, ordinal = passage.guess, None
+        while True:
             if passage.subset is not None and not self._gate.anybody(passage.model):
                 return
             ordinal = next(self._ordinals) if ordinal is None else ordinal
@@ -44,7 +45,7 @@ class Admit:
             try:
                 await self._wait(passage, tokens, ordinal)
             except FleetMoved:
-                now = time.monotonic()
+                pass
             else:
                 passage.entered, passage.charged = model, tokens
             passage.body = parse_body(passage.call.body)
@@ -54,9 +55,16 @@ class Admit:
             except Refused:
                 self.leave(passage, in_vain=False)
                 raise
-            if passage.entered is not None:
+            if passage.entered is not None or self._enters(passage):
                 return
-        passage.entered = passage.model
+
+    def _enters(self, passage: Passage) -> bool:
+        """Whether there is room for the request, which then holds it."""
+        model = passage.model
+        goes_on = self._gate.enter(model, passage.guess, time.monotonic(), passage.adapter)
+        if goes_on:
+            passage.entered = model
+        return goes_on
 
     def leave(self, passage: Passage, *, in_vain: bool) -> None:
         """Release the request's hold on capacity after it was booked or given up. `in_vain`: no replica could be picked."""

@@ -2,6 +2,7 @@
 
 from penstock.gateway.extproc.passage import Passage
 from penstock.gateway.load.prompts import PromptLibrary
+from penstock.gateway.load.tokenized import guessed_tokens
 from penstock.gateway.picker.state import FleetState
 
 
@@ -11,6 +12,10 @@ class Tokenise:
     def __init__(self, state: FleetState, prompts: PromptLibrary) -> None:
         self._state = state
         self._prompts = prompts
+
+    def guess(self, body: bytes) -> int:
+        """About how many tokens the prompt of a body has."""
+        return guessed_tokens(body, self._state.compiled)
 
     async def run(self, passage: Passage) -> None:
         """Fills `tokens`, with a guess that says that it is one where they cannot be known."""
