@@ -144,8 +144,7 @@ class DraftDepth:
     def admit(self, row: int) -> None:
         """Another request has the row, which ends the rest if drafts pay for requests like the last ones. Among many rows it is
         of less weight, and waits a little."""
-        self._stands = 0
-        self._read()
+        self._stand_no_longer()
         self.acceptance.admit(row)
         self._earn(self._num_rows, _WELCOME / self._num_rows)
         wait = 0 if self._idle else self._num_rows // 4  # who misses its first step never makes up for it
@@ -177,7 +176,6 @@ class DraftDepth:
             return False
         self._rest -= 1
         self._rested += 1
-        self._stands = 0
         return True
 
     @property
@@ -191,11 +189,11 @@ class DraftDepth:
         judged = _Judged(rows.tolist(), drafted.tolist(), accepted.tolist(), others, verified)
         self._unread.append(judged)
         if not self._stands or judged.accepted != judged.drafted:
-            self._stands = 0
-            self._read()
+            self._stand_no_longer()
 
-    def _read(self) -> None:
-        """Takes in the steps that have been put off."""
+    def _stand_no_longer(self) -> None:
+        """The next choice is made anew: takes in the steps that have been put off."""
+        self._stands = 0
         for rows, drafted, accepted, others, verified in self._unread:
             if rows:
                 count = len(rows) + others
@@ -263,7 +261,6 @@ class DraftDepth:
     def _forget(self, rows: Int32, others: int) -> None:
         """What was learned before a rest goes back to what was believed at first."""
         self._idle, self._num_rows = False, len(rows) + others
-        self._read()
         if not self._rested:
             return
         forgotten = min(_FORGOTTEN * self._rested, 1)
@@ -295,7 +292,7 @@ class DraftDepth:
         if self._stands and named == self._stands_for and count == self._num_rows and min(offers) == self.depths[-1]:
             self._stands, self._run, self._repeats = self._stands - 1, self._run + 1, True
             return useful
-        self._stands = 0
+        self._stand_no_longer()
         self._forget(rows, others)
         self._offered += _OFFERED * (sum(offers) / len(offers) - self._offered)
         chances = self.acceptance.of_next(named, offers, useful)

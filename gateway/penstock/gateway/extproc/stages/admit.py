@@ -1,6 +1,7 @@
 """When a request goes on: at once where its model's replicas have room, else when its turn comes."""
 
 import time
+from contextlib import suppress
 from itertools import count
 
 import msgspec
@@ -42,11 +43,8 @@ class Admit:
             model = passage.model
             # What was read of a body takes up to 25 times its bytes: who waits keeps the bytes alone.
             passage.body = msgspec.structs.replace(passage.body, fields={})
-            try:
+            with suppress(FleetMoved):
                 await self._wait(passage, tokens, ordinal)
-            except FleetMoved:
-                pass
-            else:
                 passage.entered, passage.charged = model, tokens
             passage.body = parse_body(passage.call.body)
             # While it waited its model may have gone, its name become another's, its pool got other members.
@@ -60,11 +58,10 @@ class Admit:
 
     def _enters(self, passage: Passage) -> bool:
         """Whether there is room for the request, which then holds it."""
-        model = passage.model
-        goes_on = self._gate.enter(model, passage.guess, time.monotonic(), passage.adapter)
-        if goes_on:
-            passage.entered = model
-        return goes_on
+        if not self._gate.enter(passage.model, passage.guess, time.monotonic(), passage.adapter):
+            return False
+        passage.entered = passage.model
+        return True
 
     def leave(self, passage: Passage, *, in_vain: bool) -> None:
         """Release the request's hold on capacity after it was booked or given up. `in_vain`: no replica could be picked."""
