@@ -73,12 +73,12 @@ def decision(
     everywhere = frozenset(key_of(replica) for replica in fleet.replicas)
     counted = TokenizedPrompts(prompts=(Prompt(TOKENS, hashes),), comparable=everywhere)
 
-    async def tokenize(_: object, path: str, raw: bytes, body: Mapping[str, Any], *key: Any) -> TokenizedPrompts:
+    def tokenize(_: object, path: str, raw: bytes, body: Mapping[str, Any], *key: Any) -> TokenizedPrompts:
         if memo is None:
             return counted
         return TokenizedPrompts(prompts=exact(memo, path, body, extra_keys(body, *key)), comparable=everywhere)
 
-    gateway._prompts.tokenize = tokenize  # type: ignore[method-assign] - a cost of its own, and not of a pick
+    gateway._prompts.at_once = tokenize  # type: ignore[method-assign] - a cost of its own, and not of a pick
     for number, replica in enumerate(fleet.replicas):
         state.event(key_of(replica), BlockStored(list(hashes[: number % len(hashes)])), 0.0)
     for replica in fleet.replicas:

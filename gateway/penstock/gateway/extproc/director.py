@@ -84,7 +84,10 @@ class PickDirector:
             if passage.path not in PROMPT_PATHS and self._listing.answers(passage.path):
                 return self._listing.run(call, passage.tenant)
             passage.body, passage.guess = parse_body(call.body), self._tokenise.guess(call.body)
-            await self._resolve.first(passage)
+            try:
+                self._resolve.run(passage)
+            except Refused as refused:
+                await self._resolve.anew(passage, refused)
             passage.priority = priority_of(passage)
             return await self._serve(passage)
         except Refused as refused:
@@ -111,7 +114,8 @@ class PickDirector:
                 await self._admit.run(passage)
             routed = None
             try:
-                await self._tokenise.run(passage)
+                if not self._tokenise.at_once(passage):
+                    await self._tokenise.run(passage)
                 routed = self._pick.run(passage)
             finally:
                 self._admit.leave(passage, in_vain=routed is None)

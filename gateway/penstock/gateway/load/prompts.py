@@ -5,7 +5,6 @@ count and hash alike share one memory of prefixes. During a rollout prompts are 
 """
 
 import asyncio
-import contextlib
 import logging
 import sys
 import time
@@ -29,6 +28,7 @@ from penstock.http.replica_answers import body_of
 from penstock.plain_errors import words_of
 from penstock.prompt.bundle import PromptBundle
 from penstock.prompt.errors import PromptError
+from penstock.prompt.hashing import ExtraKeys
 from penstock.prompt.memo import PrefixMemo, Unremembered
 from penstock.prompt.processor import PromptProcessor
 
@@ -55,6 +55,7 @@ MAX_BUNDLE_BYTES = 256 * 2**20
 """Largest prompt bundle. The largest tokenizers have about 35 MB."""
 SPACES = 2
 """Hash spaces in which a prompt is hashed at most: the old and the new revision of a rollout."""
+NO_BUNDLE = "no replica has given its prompt bundle yet"
 SWITCH_S = 0.0005
 """How long a thread that tokenises may hold the interpreter while the event loop waits (Python's own: 5 ms)."""
 
@@ -66,7 +67,9 @@ class _Known(NamedTuple):
     max_model_len: int | None
 
 
-_Groups = tuple[dict[bytes, frozenset[ReplicaKey]], frozenset[ReplicaKey]]
+_Memos = Sequence[tuple[PrefixMemo, frozenset[ReplicaKey]]]
+"""What tokenises in each hash space, and the replicas that are in it."""
+_Groups = tuple[_Memos, frozenset[ReplicaKey]]
 
 
 class PromptLibrary:
@@ -131,38 +134,34 @@ class PromptLibrary:
             tenant: Whose request it is: the engine keeps the caches of tenants apart.
             adapter: The LoRA adapter: no KV is shared between adapters.
         """
-        extra, size = extra_keys(body, tenant, adapter), sys.maxsize if _many(body) else len(raw)
-        spaces, silent = self._spaces(replicas)
-        if not spaces:
-            try:
-                prompts = by_bytes(body, extra) if size <= INLINE_BYTES else await self._work(lambda: by_bytes(body, extra))
-            except (PromptError, TimeoutError):  # megabytes: not worth the wait
-                prompts = (Prompt(guessed_tokens(raw)),)
-            return TokenizedPrompts(prompts=prompts, comparable=silent, unknown="no replica has given its prompt bundle yet")
-        memos = [self._memos[space] for space in spaces]
-        try:
-            hashed = await self._hashed(lambda most: [exact(memo, path, body, extra, most) for memo in memos], size)
-        except (PromptError, TimeoutError) as error:
-            why = str(error) or f"tokenising took more than {TOKENIZE_TIMEOUT_S} s"
-            return TokenizedPrompts(prompts=(Prompt(guessed_tokens(raw)),), unknown=f"its prompt cannot be tokenised: {why}")
-        sizes = [memo.processor.bundle.block_size for memo in memos]
-        each = [
-            HashSpace(prompts=prompts, block_size=size, replicas=keys)
-            for prompts, size, keys in zip(hashed, sizes, spaces.values(), strict=True)
-        ]
-        # What tells nothing of its cache is predicted, by any hashes.
-        comparable = each[0].replicas | silent if silent else each[0].replicas
-        return TokenizedPrompts(prompts=hashed[0], block_size=sizes[0], comparable=comparable, elsewhere=tuple(each[1:]))
+        found = self.at_once(replicas, path, raw, body, tenant, adapter)
+        return found or await self.in_thread(replicas, path, raw, body, tenant, adapter)
 
-    async def _hashed(self, job: Callable[[int | None], _T], size: int) -> _T:
-        """What `job` makes of a body of `size` bytes, given how much of it the tokenizer may read: here where that is little,
-        else in a thread."""
-        if size <= INLINE_BYTES:
-            return job(None)
-        if size <= REMEMBERED_BYTES:
-            with contextlib.suppress(Unremembered):
-                return job(INLINE_BYTES)
-        return await self._work(lambda: job(None))
+    def at_once(
+        self, replicas: Sequence[Replica], path: str, raw: bytes, body: Mapping[str, Any], tenant: str, adapter: str | None
+    ) -> TokenizedPrompts | None:
+        """As `tokenize`, where that is little work. None: it is not, and `in_thread` has to do it."""
+        memos, silent = self._spaces(replicas)
+        size = len(raw)
+        if size > (REMEMBERED_BYTES if memos else INLINE_BYTES) or _many(body):
+            return None
+        try:
+            extra, most = extra_keys(body, tenant, adapter), None if size <= INLINE_BYTES else INLINE_BYTES
+            return _tokenized(memos, silent, path, body, extra, most)
+        except Unremembered:
+            return None
+        except PromptError as error:
+            return _guessed(memos, silent, raw, str(error))
+
+    async def in_thread(
+        self, replicas: Sequence[Replica], path: str, raw: bytes, body: Mapping[str, Any], tenant: str, adapter: str | None
+    ) -> TokenizedPrompts:
+        """As `tokenize`, however much work that is."""
+        (memos, silent), extra = self._spaces(replicas), extra_keys(body, tenant, adapter)
+        try:
+            return await self._work(lambda: _tokenized(memos, silent, path, body, extra, None))
+        except (PromptError, TimeoutError) as error:  # megabytes: not worth the wait
+            return _guessed(memos, silent, raw, str(error) or f"tokenising took more than {TOKENIZE_TIMEOUT_S} s")
 
     async def _work(self, job: Callable[[], _T]) -> _T:
         """Raises `TimeoutError` for a job that takes too long, which a thread cannot be told to leave; and for any while as many
@@ -187,8 +186,7 @@ class PromptLibrary:
         return PrefixMemo(PromptProcessor(bundle)) if compiled is None else CompiledMemo(PromptProcessor(bundle), compiled)
 
     def _spaces(self, replicas: Sequence[Replica]) -> _Groups:
-        """The hash spaces of most of these replicas, each with those that are in it; and the ready replicas of others' engines
-        that are in none."""
+        """The hash spaces of most of these replicas; and the ready replicas of others' engines that are in none."""
         known = self._groups.get(id(replicas))
         if known is not None and known[0] is replicas:
             return known[1]
@@ -203,7 +201,7 @@ class PromptLibrary:
             elif self._state.engine(key) != "penstock":
                 silent.add(key)
         most = sorted(spaces, key=lambda space: (-len(spaces[space]), space))[:SPACES]
-        result = {space: frozenset(spaces[space]) for space in most}, frozenset(silent)
+        result = [(self._memos[space], frozenset(spaces[space])) for space in most], frozenset(silent)
         self._groups[id(replicas)] = replicas, result
         return result
 
@@ -292,6 +290,31 @@ class PromptLibrary:
                 self._memos[space] = await asyncio.shield(self._building[space])
             self._bundles[digest] = _Known(space, max_model_len)
         return digest
+
+
+def _tokenized(
+    memos: _Memos, silent: frozenset[ReplicaKey], path: str, body: Mapping[str, Any], extra: ExtraKeys, most: int | None
+) -> TokenizedPrompts:
+    """The prompts of a body, of which the tokenizer may read `most` bytes. Raises `PromptError` and `Unremembered`."""
+    if not memos:
+        return TokenizedPrompts(prompts=by_bytes(body, extra), comparable=silent, unknown=NO_BUNDLE)
+    (prompts, block_size, keys), *others = [
+        (exact(memo, path, body, extra, most), memo.processor.bundle.block_size, keys) for memo, keys in memos
+    ]
+    return TokenizedPrompts(
+        prompts=prompts,
+        block_size=block_size,
+        comparable=keys | silent if silent else keys,  # what tells nothing of its cache is predicted, by any hashes
+        elsewhere=tuple([HashSpace(prompts=its, block_size=size, replicas=there) for its, size, there in others]),
+    )
+
+
+def _guessed(memos: _Memos, silent: frozenset[ReplicaKey], raw: bytes, why: str) -> TokenizedPrompts:
+    """A guess by the bytes of a body."""
+    prompts = (Prompt(guessed_tokens(raw)),)
+    if not memos:
+        return TokenizedPrompts(prompts=prompts, comparable=silent, unknown=NO_BUNDLE)
+    return TokenizedPrompts(prompts=prompts, unknown=f"its prompt cannot be tokenised: {why}")
 
 
 def _bundle_of(folder: Path, name: str, block_size: int) -> PromptBundle:

@@ -43,17 +43,6 @@ class Resolve:
         self._named_by = state.directory.names
         self._meanings: dict[str, _Meaning] = {}
 
-    async def first(self, passage: Passage) -> None:
-        """As `run`, but before it refuses an unknown name it asks the pods of an open pool."""
-        try:
-            self.run(passage)
-        except Refused as refused:
-            pool = self._pool(passage.call)
-            if refused.status != 404 or pool is None or not self._open_models(pool):
-                raise
-            await self._served.refresh(self._scopes.of(pool).members)
-            self.run(passage)
-
     def run(self, passage: Passage) -> None:
         """Finds what the body names; raises `Refused` with 404 where there is no such thing here."""
         call, name, tenant = passage.call, passage.body.model, passage.tenant
@@ -76,6 +65,15 @@ class Resolve:
             raise Refused(503, message, "unknown_policy")
         if named is not None and pool is None and call.subset is None and not self._shared(named):
             self._same_for_all()[name] = _Meaning(passage.adapter, passage.model, passage.name, passage.renamed)
+
+    async def anew(self, passage: Passage, refused: Refused) -> None:
+        """As `run`, which has refused the name for the first time, but the pods of an open pool are asked before. Where there is
+        nobody to ask raises `refused`."""
+        pool = self._pool(passage.call)
+        if refused.status != 404 or pool is None or not self._open_models(pool):
+            raise refused
+        await self._served.refresh(self._scopes.of(pool).members)
+        self.run(passage)
 
     def _same_for_all(self) -> dict[str, _Meaning]:
         """What names mean in every request by the gateway's own port that no subset narrows, as far as that was asked."""
