@@ -1,181 +1,26 @@
-//! Bookings: `penstock.gateway.picker.bookings` in compiled form, with the prompts that they compute. What they change of a
-//! replica's figures is written where those lie.
+//! Bookings: `penstock.gateway.picker.bookings` in compiled form, with the prompts that they compute.
 
-use hashlink::LinkedHashMap;
 use pyo3::exceptions::PyValueError;
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList};
 
+use crate::accounts::{Account, Booking, PENDING, Place, RELEASED, RUNNING, UNREPORTED};
 use crate::coming::Prompts;
 use crate::folded::Folded;
-use crate::index::names;
 use crate::residency::Hash;
 
-/// States, by their numbers.
-const PENDING: usize = 0;
-const UNREPORTED: usize = 1;
-const RUNNING: usize = 2;
-const RELEASED: usize = 3;
-const STATES: usize = 4;
-
-/// One request at one replica; see Python's class of the same name.
-#[pyclass]
-pub struct Booking {
-    number: u64,
-    slot: usize,
-    state: usize,
-    states: Py<PyAny>,
-    #[pyo3(get)]
-    request_id: String,
-    #[pyo3(get)]
-    pub key: Py<PyAny>,
-    #[pyo3(get)]
-    prefill_tokens: i64,
-    #[pyo3(get)]
-    transfer_tokens: i64,
-    #[pyo3(get)]
-    left: i64,
-    #[pyo3(get)]
-    made_at: f64,
-    #[pyo3(get)]
-    awaited: Option<(i64, i64)>,
-    #[pyo3(get)]
-    responded_at: Option<f64>,
-}
-
-#[pymethods]
-impl Booking {
-    #[getter]
-    fn state<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
-        self.states.bind(py).get_item(self.state)
-    }
-
-    #[getter]
-    fn unanswered(&self) -> bool {
-        self.responded_at.is_none() && self.state != RELEASED
-    }
-}
-
-impl Booking {
-    fn included(&self, report: (i64, i64), asked_at: f64) -> bool {
-        match self.awaited {
-            Some(awaited) => report >= awaited,
-            None => self.responded_at.is_some_and(|at| asked_at > at),
-        }
-    }
-}
-
-/// Where a replica is.
-pub struct Place {
-    /// The figures of its model.
-    folded: Py<Folded>,
-    pub row: usize,
-    /// The same, as Python has them.
-    pub columns: Py<PyAny>,
-    /// Empty where it is one of several there.
-    pub address: String,
-}
-
 /// A replica's key, and the fields of its `Place`.
-type Placed<'py> = (Bound<'py, PyAny>, Py<Folded>, usize, Py<PyAny>, String);
-
-/// The bookings of one replica.
-struct Account {
-    key: Py<PyAny>,
-    /// None: it is of no model.
-    place: Option<Place>,
-    bookings: LinkedHashMap<String, Vec<Py<Booking>>>,
-    counts: [i64; STATES],
-    unreported: LinkedHashMap<u64, Py<Booking>>,
-    /// Answers, tokens to prefill and tokens to transfer of those that are pending or not reported.
-    outstanding: [i64; 3],
-}
-
-impl Account {
-    fn new(key: &Bound<'_, PyAny>) -> Self {
-        let (bookings, unreported) = (LinkedHashMap::new(), LinkedHashMap::new());
-        Account { key: key.clone().unbind(), place: None, bookings, counts: [0; STATES], unreported, outstanding: [0; 3] }
-    }
-
-    /// One more booking in its state, or one less.
-    fn count(&mut self, py: Python<'_>, booking: &Py<Booking>, it: &Booking, sign: i64) -> PyResult<()> {
-        self.mark(py, booking, it, sign);
-        if it.state == RUNNING {
-            return Ok(());
-        }
-        for (sum, of) in self.outstanding.iter_mut().zip([it.left, it.prefill_tokens, it.transfer_tokens]) {
-            *sum += sign * of;
-        }
-        let [requests, prefill_tokens, transfer_tokens] = self.outstanding;
-        match &self.place {
-            Some(Place { folded, row, .. }) => folded.borrow_mut(py).booked(py, *row, requests, prefill_tokens, transfer_tokens),
-            None => Ok(()),
-        }
-    }
-
-    fn mark(&mut self, py: Python<'_>, booking: &Py<Booking>, it: &Booking, sign: i64) {
-        self.counts[it.state] += sign;
-        if it.state == UNREPORTED {
-            if sign > 0 {
-                self.unreported.insert(it.number, booking.clone_ref(py));
-            } else {
-                self.unreported.remove(&it.number);
-            }
-        }
-    }
-
-    fn open(&mut self, py: Python<'_>, booking: &Py<Booking>, it: &Booking) -> PyResult<()> {
-        match self.bookings.get_mut(&it.request_id) {
-            Some(same) => same.push(booking.clone_ref(py)),
-            None => drop(self.bookings.insert(it.request_id.clone(), vec![booking.clone_ref(py)])),
-        }
-        self.count(py, booking, it, 1)
-    }
-
-    fn close(&mut self, py: Python<'_>, booking: &Py<Booking>, it: &Booking) -> PyResult<()> {
-        self.count(py, booking, it, -1)?;
-        if let Some(same) = self.bookings.get_mut(&it.request_id) {
-            same.retain(|other| !other.is(booking));
-            if same.is_empty() {
-                self.bookings.remove(&it.request_id);
-            }
-        }
-        Ok(())
-    }
-
-    /// From one state to another that is not the end.
-    fn set(&mut self, py: Python<'_>, booking: &Py<Booking>, state: usize) -> PyResult<()> {
-        let mut it = booking.borrow_mut(py);
-        if state == RUNNING {
-            self.count(py, booking, &it, -1)?;
-            it.state = state;
-            self.count(py, booking, &it, 1)
-        } else {
-            self.mark(py, booking, &it, -1);
-            it.state = state;
-            self.mark(py, booking, &it, 1);
-            Ok(())
-        }
-    }
-
-    fn left(&self, py: Python<'_>) -> PyResult<()> {
-        self.place.as_ref().map_or(Ok(()), |it| it.folded.borrow_mut(py).left(py, it.row))
-    }
-
-    fn all(&self, py: Python<'_>) -> Vec<Py<Booking>> {
-        self.bookings.values().flatten().map(|booking| booking.clone_ref(py)).collect()
-    }
-}
+type Placed<'py> = (Bound<'py, PyAny>, Py<Folded>, usize, Py<PyAny>, String, bool);
 
 /// All bookings of a gateway process. Whoever is told of an end or a move is told when nothing here is borrowed.
 #[pyclass]
 pub struct Bookings {
     /// Numbers of accounts by replica.
     slots: Py<PyDict>,
-    accounts: Vec<Option<Account>>,
+    pub accounts: Vec<Option<Account>>,
     free: Vec<usize>,
-    coming: Prompts,
+    pub coming: Prompts,
     /// Seconds after which a booking ends by itself.
     expiry_s: f64,
     made: u64,
@@ -271,6 +116,12 @@ impl Bookings {
         Ok(account.place.as_ref().filter(|_| its))
     }
 
+    /// Whether the replica of a booking says by events what it caches.
+    pub fn tells(&self, booking: &Booking) -> bool {
+        let account = self.accounts.get(booking.slot).and_then(Option::as_ref);
+        account.and_then(|account| account.place.as_ref()).is_some_and(|place| place.tells)
+    }
+
     pub fn expects(&self) -> bool {
         self.coming.len() > 0
     }
@@ -319,16 +170,16 @@ impl Bookings {
     /// Where the figures of each replica are: all that are of a model.
     fn placed(&mut self, py: Python<'_>, places: Vec<Placed<'_>>) -> PyResult<()> {
         self.accounts.iter_mut().flatten().for_each(|account| account.place = None);
-        for (key, folded, row, columns, address) in places {
+        for (key, folded, row, columns, address, tells) in places {
             let slot = self.slot_or_new(&key)?;
-            self.account(slot)?.place = Some(Place { folded, row, columns, address });
+            self.account(slot)?.place = Some(Place { folded, row, columns, address, tells });
         }
         (0..self.accounts.len()).try_for_each(|slot| self.tidy(py, slot))
     }
 
     #[allow(clippy::too_many_arguments)]
     #[pyo3(signature = (request_id, key, prefill_tokens, now, *, transfer_tokens = 0, answers = 1))]
-    fn book(
+    pub fn book(
         &mut self,
         py: Python<'_>,
         request_id: String,
@@ -476,62 +327,5 @@ impl Bookings {
             released(me, booking.bind(py), intern!(py, "expired").as_any())?;
         }
         Ok(())
-    }
-}
-
-/// The prompts that bookings compute: `penstock.gateway.picker.coming.Coming`.
-#[pyclass(frozen)]
-pub struct Coming {
-    of: Py<Bookings>,
-    /// Prompts under way that are known at most.
-    most: usize,
-}
-
-#[pymethods]
-impl Coming {
-    #[new]
-    fn new(of: Py<Bookings>, most: usize) -> Self {
-        Coming { of, most }
-    }
-
-    fn __len__(&self, py: Python<'_>) -> usize {
-        self.of.borrow(py).coming.len()
-    }
-
-    fn expect(&self, booking: &Bound<'_, Booking>, hashes: &Bound<'_, PyAny>, resident_blocks: usize) -> PyResult<()> {
-        if resident_blocks >= hashes.len()? {
-            return Ok(());
-        }
-        let (names, it) = (names(hashes)?.into_owned(), booking.borrow());
-        let coming = &mut self.of.borrow_mut(booking.py()).coming;
-        coming.file(it.number, it.slot, names, resident_blocks);
-        if coming.len() > self.most {
-            coming.oldest().into_iter().for_each(|oldest| coming.forget(oldest));
-        }
-        Ok(())
-    }
-
-    fn found(
-        &self,
-        prompt: &Bound<'_, PyAny>,
-        block_size: usize,
-        rows: &Bound<'_, PyDict>,
-        among: Option<&Bound<'_, PyAny>>,
-    ) -> PyResult<Vec<(usize, f64)>> {
-        let py = rows.py();
-        let (tokens, of) = (prompt.getattr(intern!(py, "tokens"))?.extract::<usize>()?, self.of.borrow(py));
-        let (most, mut spans) = (tokens.saturating_sub(1) / block_size, Vec::new());
-        let hashes = prompt.getattr(intern!(py, "block_hashes"))?;
-        of.coming.look(&names(&hashes)?, |slot, blocks| spans.push((slot, (blocks.min(most) * block_size) as f64)));
-        let mut found = Vec::with_capacity(spans.len());
-        for (slot, supplied) in spans {
-            let Some(account) = of.accounts[slot].as_ref() else { continue };
-            if let Some(row) = rows.get_item(&account.key)? {
-                if among.map_or(Ok(true), |among| among.contains(&account.key))? {
-                    found.push((row.extract()?, supplied));
-                }
-            }
-        }
-        Ok(found)
     }
 }

@@ -1,8 +1,14 @@
-//! Prompts in flight: `penstock.gateway.picker.coming` in compiled form, without what Python sees of it.
+//! Prompts in flight: `penstock.gateway.picker.coming` in compiled form.
 
 use hashbrown::HashMap;
 use hashlink::LinkedHashMap;
+use pyo3::intern;
+use pyo3::prelude::*;
+use pyo3::types::PyDict;
 
+use crate::accounts::Booking;
+use crate::bookings::Bookings;
+use crate::index::names;
 use crate::residency::Hash;
 
 /// Which of the prompts in flight one is: its first block that was to be computed; then the replica, the last block, and the
@@ -103,4 +109,67 @@ fn shared(one: &[Hash], other: &[Hash], mut least: usize) -> usize {
         if one[middle - 1] == other[middle - 1] { least = middle } else { most = middle - 1 }
     }
     least
+}
+
+/// The prompts that bookings compute: `penstock.gateway.picker.coming.Coming`.
+#[pyclass(frozen)]
+pub struct Coming {
+    of: Py<Bookings>,
+    /// Prompts under way that are known at most.
+    most: usize,
+}
+
+impl Coming {
+    pub fn bookings<'py>(&self, py: Python<'py>) -> &Bound<'py, Bookings> {
+        self.of.bind(py)
+    }
+}
+
+#[pymethods]
+impl Coming {
+    #[new]
+    fn new(of: Py<Bookings>, most: usize) -> Self {
+        Coming { of, most }
+    }
+
+    fn __len__(&self, py: Python<'_>) -> usize {
+        self.of.borrow(py).coming.len()
+    }
+
+    pub fn expect(&self, booking: &Bound<'_, Booking>, hashes: &Bound<'_, PyAny>, resident_blocks: usize) -> PyResult<()> {
+        if resident_blocks >= hashes.len()? {
+            return Ok(());
+        }
+        let (names, it) = (names(hashes)?.into_owned(), booking.borrow());
+        let coming = &mut self.of.borrow_mut(booking.py()).coming;
+        coming.file(it.number, it.slot, names, resident_blocks);
+        if coming.len() > self.most {
+            coming.oldest().into_iter().for_each(|oldest| coming.forget(oldest));
+        }
+        Ok(())
+    }
+
+    fn found(
+        &self,
+        prompt: &Bound<'_, PyAny>,
+        block_size: usize,
+        rows: &Bound<'_, PyDict>,
+        among: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<Vec<(usize, f64)>> {
+        let py = rows.py();
+        let (tokens, of) = (prompt.getattr(intern!(py, "tokens"))?.extract::<usize>()?, self.of.borrow(py));
+        let (most, mut spans) = (tokens.saturating_sub(1) / block_size, Vec::new());
+        let hashes = prompt.getattr(intern!(py, "block_hashes"))?;
+        of.coming.look(&names(&hashes)?, |slot, blocks| spans.push((slot, (blocks.min(most) * block_size) as f64)));
+        let mut found = Vec::with_capacity(spans.len());
+        for (slot, supplied) in spans {
+            let Some(account) = of.accounts[slot].as_ref() else { continue };
+            if let Some(row) = rows.get_item(&account.key)? {
+                if among.map_or(Ok(true), |among| among.contains(&account.key))? {
+                    found.push((row.extract()?, supplied));
+                }
+            }
+        }
+        Ok(found)
+    }
 }

@@ -20,8 +20,9 @@ pub struct Folded {
     array: Py<PyAny>,
     /// The rows that may be picked; None: all.
     pub may: Option<Vec<u8>>,
-    /// Rows by replica, and by the bits of the index in its version.
+    /// Rows by replica, replicas by row, and rows by the bits of the index in its version.
     rows: Py<PyDict>,
+    keys: Vec<Option<Py<PyAny>>>,
     rows_by_bit: Option<(u64, Vec<i64>)>,
     /// Changed rows up to which they alone are folded.
     few: usize,
@@ -53,6 +54,12 @@ impl Folded {
         writable(py, &figures)?;
         writable(py, &into)?;
         let rates = Rates { queue_s: 0.0, itl_s: 0.0, output_tokens: 0.0, crowding: 0.0 };
+        let mut keys: Vec<Option<Py<PyAny>>> = (0..to.rows).map(|_| None).collect();
+        for (key, row) in rows.bind(py) {
+            if let Some(place) = keys.get_mut(row.extract::<usize>()?) {
+                *place = Some(key.unbind());
+            }
+        }
         let may = may.contains(&0).then_some(may);
         Ok(Folded {
             figures,
@@ -61,6 +68,7 @@ impl Folded {
             array: numbers,
             may,
             rows,
+            keys,
             rows_by_bit: None,
             few,
             common,
@@ -161,6 +169,11 @@ impl Folded {
         }
         self.changed.clear();
         Ok(())
+    }
+
+    /// The replica in `row`.
+    pub fn key<'py>(&self, py: Python<'py>, row: usize) -> Option<Bound<'py, PyAny>> {
+        self.keys.get(row)?.as_ref().map(|key| key.bind(py).clone())
     }
 
     /// The row of each of the index's bits.

@@ -1,6 +1,7 @@
 //! The compiled parts of Penstock's gateway. Python has the same in plain form, uses it where this is not installed, and tests
 //! this against it.
 
+mod accounts;
 mod arrays;
 mod bookings;
 mod bpe;
@@ -53,11 +54,11 @@ fn chain<'py>(
 #[pymodule]
 fn penstock_gateway_native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     // Number of the interface in `penstock.gateway.picker.compiled`.
-    module.add("INTERFACE", 15)?;
+    module.add("INTERFACE", 16)?;
     module.add("VERSION", env!("CARGO_PKG_VERSION"))?;
     module.add("FIGURES", price::FIGURES)?;
     module.add_class::<bookings::Bookings>()?;
-    module.add_class::<bookings::Coming>()?;
+    module.add_class::<coming::Coming>()?;
     module.add_class::<folded::Folded>()?;
     module.add_class::<h2::BlockCache>()?;
     module.add_class::<h2::Connection>()?;

@@ -7,8 +7,9 @@ use pyo3::buffer::PyBuffer;
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
+use crate::accounts::Booking;
 use crate::arrays::{Table, cells, values};
-use crate::bookings::Bookings;
+use crate::coming::Coming;
 use crate::folded::Folded;
 use crate::index::{ResidencyIndex, names};
 use crate::{choice, price};
@@ -119,6 +120,9 @@ pub struct Picked {
     resident: Vec<f64>,
     /// The figures of the best rows.
     table: Vec<f64>,
+    /// The request at the first of them; None: nobody has asked for it.
+    #[pyo3(get)]
+    booking: Option<Py<Booking>>,
 }
 
 #[pymethods]
@@ -149,7 +153,7 @@ fn bytes<'py>(py: Python<'py>, values: &[f64]) -> Bound<'py, PyBytes> {
 pub fn pick(
     folded: &Bound<'_, Folded>,
     index: PyRef<'_, ResidencyIndex>,
-    bookings: PyRef<'_, Bookings>,
+    coming: &Bound<'_, Coming>,
     hashes: &Bound<'_, PyAny>,
     block_size: usize,
     among: Option<PyBuffer<u8>>,
@@ -160,8 +164,10 @@ pub fn pick(
     word: u64,
     tolerance: f64,
     most: usize,
+    books: Option<(String, i64)>,
 ) -> PyResult<Picked> {
     let (py, most_blocks) = (folded.py(), prompt_tokens.saturating_sub(1) / block_size.max(1));
+    let all = coming.get().bookings(py);
     let mut of = folded.borrow_mut();
     of.fold(py, rates, block_size, now)?;
     let resident = vec![Cell::new(0.0); of.figures(py)?.rows];
@@ -170,6 +176,7 @@ pub fn pick(
     let among = values(py, among.as_ref())?;
     let counts = |row: usize| among.as_ref().is_none_or(|among| among.get(row).is_some_and(|&it| it != 0));
     resident.iter().enumerate().filter(|&(row, _)| !counts(row)).for_each(|(_, cell)| cell.set(0.0));
+    let bookings = all.borrow();
     if bookings.expects() {
         bookings.supplied(folded, &names(hashes)?, |row, blocks| {
             if let Some(cell) = resident.get(row).filter(|_| counts(row)) {
@@ -190,5 +197,17 @@ pub fn pick(
     let (rows, scores, limit, ttft_s) = known.ranked(&asked)?;
     let table = (0..price::FIGURES.len()).flat_map(|figure| rows.iter().map(move |&row| (figure, row)));
     let table = table.map(|(figure, row)| known.figures.at(figure, row)).collect();
-    Ok(Picked { rows, scores, limit, ttft_s, resident: resident.iter().map(Cell::get).collect(), table })
+    let key = rows.first().and_then(|&row| of.key(py, row));
+    drop((bookings, of));
+    let resident = resident.iter().map(Cell::get).collect();
+    let mut picked = Picked { rows, scores, limit, ttft_s, resident, table, booking: None };
+    if let Some(((request_id, answers), key)) = books.zip(key) {
+        let cached = picked.resident_tokens() as usize;
+        let booking = all.borrow_mut().book(py, request_id, &key, prompt_tokens as i64 - cached as i64, now, 0, answers)?;
+        if all.borrow().tells(&booking.borrow(py)) {
+            coming.get().expect(booking.bind(py), hashes, cached / block_size.max(1))?;
+        }
+        picked.booking = Some(booking);
+    }
+    Ok(picked)
 }

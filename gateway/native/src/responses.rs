@@ -5,7 +5,8 @@ use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyString};
 
-use crate::bookings::{Booking, Bookings, released};
+use crate::accounts::Booking;
+use crate::bookings::{Bookings, released};
 use crate::report::{ReportReader, Said};
 
 /// See `penstock.gateway.picker.compiled.Compiled.Responses`.

@@ -100,7 +100,7 @@ class World:
     def _update(self) -> None:
         replicas = [
             Replica(uid=f"u{n}", name=f"r{n}", pool=self._pools[n % len(self._pools)], host=f"10.0.0.{n}", port=8000,
-                    events_port=1, replay_port=1, ready=n == 0 or n % 11 > 0)
+                    events_port=int(n % 7 != 5), replay_port=1, ready=n == 0 or n % 11 > 0)
             for n in range(self._count) if n not in self._gone
         ]  # fmt: skip
         pools = [Pool(id=pool, model=MODEL.id) for pool in self._pools]
@@ -128,12 +128,17 @@ class World:
         excluded = [self._key()] if self._count > 1 and rng.random() < 0.1 else ()
         choice = state.picks.of(MODEL, asked, self.now, comparable=among, excluded=excluded)
         if choice is None:
-            choice = state.picks.of(MODEL, msgspec.structs.replace(asked, adapter=None), self.now, comparable=among)
+            asked = msgspec.structs.replace(asked, adapter=None)
+            choice = state.picks.of(MODEL, asked, self.now, comparable=among)
         assert choice is not None
-        state.slates.picked(MODEL)
-        state.routed(MODEL, asked, choice.key, choice.resident_tokens, self.now, choice.ttft_s)
-        self._booked.append(state.book(asked, choice.key, choice.resident_tokens, self.now, answers=rng.choice((1, 1, 3))))
-        return choice
+        answers = rng.choice((1, 1, 3))
+        if excluded:
+            self._booked.append(state.book(asked, choice.key, choice.resident_tokens, self.now, answers=answers))
+            return choice
+        sent = state.send(MODEL, asked, self.now, comparable=among, answers=answers)
+        assert sent is not None and sent.booking.key == choice.key
+        self._booked.append(sent.booking)
+        return sent.choice
 
     def bookings(self) -> tuple[object, ...]:
         """All that is known of the bookings and of reports; those of several replicas end in any order."""
@@ -289,8 +294,10 @@ def test_usual_picks_are_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
         for n in range(3)
     ]
     state.update(Fleet(models=[MODEL], pools=[Pool(id="b/m/p", model=MODEL.id)], replicas=replicas))
-    choice = state.picks.of(MODEL, asked, 0.0)
+    monkeypatch.setattr(state, "book", no_steps)
+    choice, sent = state.picks.of(MODEL, asked, 0.0), state.send(MODEL, asked, 0.0)
     assert choice is not None and sorted(choice.rows) == [1, 2]
+    assert sent is not None and sent.booking.key == choice.key and state.bookings.total(State.PENDING) == 1
     images = Prompt(40, images=((1, 1),))
     for prompts in ((Prompt(40),) * 2, (images,)):
         with pytest.raises(NotImplementedError):

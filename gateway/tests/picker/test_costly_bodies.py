@@ -70,7 +70,8 @@ async def test_threads_that_are_overdue_are_counted_until_they_end(monkeypatch: 
             with pytest.raises(TimeoutError):
                 await library._work(lambda: started.append(2))
         assert len(started) <= prompts.THREADS, "what nobody would have waited for was not even queued"
-        assert library.at_once([], "/v1/completions", b"{}", {"prompt": "x"}, "", None) is not None, "small prompts need no thread"
+        small = library.at_once([], "/v1/completions", b"{}", {"prompt": "x"}, "", None)
+        assert small is not None, "small prompts need no thread"
         go_on.set()
         await none_overdue(library)
         monkeypatch.setattr(prompts, "TOKENIZE_TIMEOUT_S", 10.0)

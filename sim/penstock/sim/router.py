@@ -70,12 +70,10 @@ class GatewayRouter:
             prompts=(Prompt(request.prompt_tokens, request.blocks),),
             block_size=self._block_size,
         )
-        choice = self.state.picks.of(self._model, view, now)
-        assert choice is not None, "a fleet whose replicas are all ready"
-        self.state.slates.picked(self._model)
-        self.state.routed(self._model, view, choice.key, choice.resident_tokens, now, choice.ttft_s)
-        self._booking = self.state.book(view, choice.key, choice.resident_tokens, now)
-        return self._numbers[choice.key]
+        sent = self.state.send(self._model, view, now)
+        assert sent is not None, "a fleet whose replicas are all ready"
+        self._booking = sent.booking
+        return self._numbers[sent.booking.key]
 
     def correction(self, replica: int) -> float:
         """Return the factor on the times that a replica promises."""

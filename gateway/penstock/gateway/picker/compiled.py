@@ -18,7 +18,7 @@ from penstock.gateway.picker.figures import Figures, Floats, Rates
 from penstock.gateway.residency.index import MAX_BLOCKS, MAX_BLOCKS_PER_REPLICA, Knowledge, ResidencyIndex
 
 PACKAGE, MODULE = "penstock-gateway-native", "penstock_gateway_native"
-INTERFACE = 15
+INTERFACE = 16
 """Number of what follows; rises with each change of it. A package with another number is not used."""
 
 log = logging.getLogger(__name__)
@@ -120,6 +120,8 @@ class Picked(Protocol):
     """Seconds until the first token that the first of them promises."""
     resident_tokens: int
     """Prompt tokens that the first of them has."""
+    booking: Any
+    """The request's at the first of them; None: it was not asked for."""
 
     def resident(self) -> bytes:
         """Prompt tokens that each row has, float64 [rows]."""
@@ -212,7 +214,7 @@ class Compiled(Protocol):
         self,
         prices: Any,
         index: ResidencyIndex,
-        bookings: Any,
+        coming: Any,
         hashes: Sequence[bytes],
         block_size: int,
         among: NDArray[np.uint8] | None,
@@ -223,18 +225,20 @@ class Compiled(Protocol):
         word: int,
         tolerance: float,
         most: int,
+        books: tuple[str, int] | None,
     ) -> Picked:
-        """The choice for a request with one prompt, after `index` and `bookings` were asked what the caches have of it or will
-        have, and prices were folded.
+        """The choice for a request with one prompt, after `index` and `coming` were asked what the caches have of it or will
+        have, and prices were folded. The request is then booked as `penstock.gateway.picker.state.FleetState.book` does.
 
         Args:
             prices: Made by `Folded`.
             index: A compiled one.
-            bookings: Made by `Bookings`.
+            coming: Made by `Coming`.
             hashes: Those of the prompt.
             block_size: Tokens in a block.
             among: The rows whose caches count; None: all.
             rates: As in `penstock.gateway.picker.folded.Folding.table`, as `now`.
+            books: Id and answers of the request; None: it is not booked.
         """
         ...
 

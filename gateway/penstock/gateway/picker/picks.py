@@ -5,14 +5,16 @@ none of them troubled, without tiers and without prefill replicas, by the usual 
 """
 
 from collections.abc import Collection
+from typing import Any
 
 import numpy as np
 
 from penstock.api.fleet import Model
-from penstock.gateway.picker.bookings import Bookings
+from penstock.gateway.picker.bookings import Booking
 from penstock.gateway.picker.candidates import ReplicaKey
 from penstock.gateway.picker.choice import JOINT_POLICY, MAX_ENDPOINTS, RANKED, Choice, choose
 from penstock.gateway.picker.columns import Columns
+from penstock.gateway.picker.coming import Coming
 from penstock.gateway.picker.compiled import Compiled
 from penstock.gateway.picker.cost import horizon
 from penstock.gateway.picker.places import Places
@@ -27,19 +29,19 @@ _TOLERANCE = POLICIES[JOINT_POLICY].tolerance
 
 
 class Picks:
-    """Chooses; books nothing.
+    """Chooses; books only what goes the short way, and where it is asked to.
 
     Args:
         places: The figures of the replicas.
         slates: What picks are made of.
         tiers: What replicas could load.
-        bookings: What they will hold.
+        coming: What they will hold.
         compiled: What goes the short way; None: nothing does.
     """
 
-    def __init__(self, places: Places, slates: Slates, tiers: Tiers, bookings: Bookings, compiled: Compiled | None) -> None:
+    def __init__(self, places: Places, slates: Slates, tiers: Tiers, coming: Coming, compiled: Compiled | None) -> None:
         self._places, self._slates, self._tiers = places, slates, tiers
-        self._bookings, self._compiled = bookings, compiled
+        self._coming, self._compiled = coming, compiled
 
     def of(
         self,
@@ -56,25 +58,42 @@ class Picks:
         Raises:
             ValueError: there is no policy like the model's.
         """
-        columns, compiled = self._places.answering.get(model.id), self._compiled
-        if (
-            compiled is not None
-            and columns is not None
-            and subset is None
-            and not excluded
-            and self._usual(model, request, columns)
-        ):
-            return self._at_once(compiled, model, request, columns, now, comparable)
+        columns = self._usual(model, request, subset) if not excluded else None
+        if columns is not None:
+            return self._at_once(model, request, columns, now, comparable, None)[0]
         slate = self._slates.of(model, request, now, subset=subset, excluded=excluded, comparable=comparable)
         if not slate.candidates:
             return None
         prefill = self._slates.of_prefill(model, request, now, subset=subset, comparable=comparable)
         return choose(slate, model.policy, subset, excluded, prefill=prefill)
 
-    def _usual(self, model: Model, request: RequestView, columns: Columns) -> bool:
-        """Whether there is nothing about the request and the replicas but what the compiled parts look at."""
-        return (
-            model.policy == JOINT_POLICY
+    def booked(
+        self,
+        model: Model,
+        request: RequestView,
+        now: float,
+        answers: int,
+        *,
+        subset: Subset | None = None,
+        comparable: Collection[ReplicaKey] | None = None,
+    ) -> tuple[Choice, Booking] | None:
+        """As `of`, with the booking of the request, of which `FleetState.book` is the statement. None: the request does not go
+        the short way, and nothing has changed."""
+        columns = self._usual(model, request, subset)
+        if columns is None:
+            return None
+        choice, booking = self._at_once(model, request, columns, now, comparable, (request.id, answers))
+        columns.sent()
+        return choice, booking
+
+    def _usual(self, model: Model, request: RequestView, subset: Subset | None) -> Columns | None:
+        """The replicas, where there is nothing about them and the request but what the compiled parts look at."""
+        columns = self._places.answering.get(model.id)
+        usual = (
+            self._compiled is not None
+            and columns is not None
+            and subset is None
+            and model.policy == JOINT_POLICY
             and request.adapter is None
             and len(request.prompts) == 1
             and not request.elsewhere
@@ -85,23 +104,26 @@ class Picks:
             and not self._tiers
             and model.id not in self._places.prefilling
         )
+        return columns if usual else None
 
     def _at_once(
         self,
-        compiled: Compiled,
         model: Model,
         request: RequestView,
         columns: Columns,
         now: float,
         comparable: Collection[ReplicaKey] | None,
-    ) -> Choice:
+        books: tuple[str, int] | None,
+    ) -> tuple[Choice, Any]:
+        compiled = self._compiled
+        assert compiled is not None
         (prompt,), block_size = request.prompts, request.block_size
         cached, rates = self._slates.cached(columns), columns.rates(now)
         among = None if comparable is None else cached.mask(comparable)
         picked = compiled.pick(
             columns.prices,
             cached.residency,
-            self._bookings,
+            self._coming,
             prompt.block_hashes,
             block_size,
             None if among is None else among.view(np.uint8),
@@ -112,11 +134,12 @@ class Picks:
             word_of(request.id),
             _TOLERANCE,
             RANKED,
+            books,
         )
         rows = picked.rows
         replica = columns.replicas[rows[0]]
         assert replica is not None
-        return Choice(
+        choice = Choice(
             policy=JOINT_POLICY,
             replica=replica,
             resident_tokens=picked.resident_tokens,
@@ -129,3 +152,4 @@ class Picks:
             excluded=(),
             ttft_s=picked.ttft_s,
         )
+        return choice, picked.booking

@@ -1,6 +1,6 @@
 """Where the figures of each replica are: in the columns of its model, those that answer apart from those that only prefill."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from penstock.api.fleet import Replica
@@ -8,6 +8,7 @@ from penstock.gateway.picker.bookings import Bookings
 from penstock.gateway.picker.candidates import Booked, ReplicaKey
 from penstock.gateway.picker.columns import Columns
 from penstock.gateway.picker.compiled import Compiled
+from penstock.gateway.picker.directory import Directory
 
 
 class Place(NamedTuple):
@@ -45,11 +46,16 @@ class Places:
             self._places |= {key: Place(columns, row) for key, row in columns.rows.items()}
         return placed
 
-    def lay_out(self, bookings: Bookings, address: Callable[[ReplicaKey], str]) -> None:
-        """Tells compiled bookings where the figures of each replica are, and its `address`."""
+    def lay_out(self, bookings: Bookings, directory: Directory) -> None:
+        """Tells compiled bookings where the figures of each replica are, and what they have to know of it besides."""
         if self._compiled is not None:
             tell: Any = bookings  # of the compiled kind
-            tell.placed([(key, it.columns.prices, it.row, it.columns, address(key)) for key, it in self._places.items()])
+            tell.placed(
+                [
+                    (key, it.columns.prices, it.row, it.columns, directory.address_of(key), directory.tells(key))
+                    for key, it in self._places.items()
+                ]
+            )
 
     def all(self) -> Iterator[Columns]:
         """Those of all models."""

@@ -2,6 +2,8 @@
 them. No I/O; time is an argument (monotonic seconds)."""
 
 from bisect import bisect_left
+from collections.abc import Collection
+from typing import NamedTuple
 
 from penstock.api import headers
 from penstock.api.events import AllBlocksCleared, BlockRemoved, BlockStored, Event, RequestFinished
@@ -12,7 +14,8 @@ from penstock.gateway.load.reports import ReportStore
 from penstock.gateway.load.traits import Traits
 from penstock.gateway.models.outcomes import Outcomes
 from penstock.gateway.picker.bookings import Booking, bookings_of
-from penstock.gateway.picker.candidates import ReplicaKey
+from penstock.gateway.picker.candidates import ReplicaKey, key_of
+from penstock.gateway.picker.choice import Choice
 from penstock.gateway.picker.coming import coming_of
 from penstock.gateway.picker.compiled import Compiled, ReportReader, Said, UsualResponses, index_of
 from penstock.gateway.picker.directory import Directory
@@ -21,9 +24,19 @@ from penstock.gateway.picker.picks import Picks
 from penstock.gateway.picker.places import Places
 from penstock.gateway.picker.request import RequestView
 from penstock.gateway.picker.slates import Slates
+from penstock.gateway.picker.subset import Subset
 from penstock.gateway.residency.beliefs import Beliefs
 from penstock.gateway.residency.index import MAX_BLOCKS, Knowledge
 from penstock.gateway.residency.tiers import Tiers
+
+
+class Sent(NamedTuple):
+    """A request that goes to a replica."""
+
+    choice: Choice
+    booking: Booking
+    prefill_booking: Booking | None = None
+    """At the replica that computes the prompt, if that is another one."""
 
 
 class FleetState:
@@ -50,7 +63,7 @@ class FleetState:
         self.bookings = bookings_of(compiled, self._places.booked, self._places.left)
         self._coming = coming_of(compiled, self.bookings)
         self.slates = Slates(self._places, self.residency, self.tiers, self._coming, self.reports, compiled)
-        self.picks = Picks(self._places, self.slates, self.tiers, self.bookings, compiled)
+        self.picks = Picks(self._places, self.slates, self.tiers, self._coming, compiled)
         self.held: dict[str, int] = {}
         """Requests held by model id."""
         self.outcomes = Outcomes()
@@ -74,7 +87,7 @@ class FleetState:
         pools = {pool.id for pool in fleet.pools}
         self.ttft_counts = {pool: counts for pool, counts in self.ttft_counts.items() if pool in pools}
         introduced = self._places.update(self.directory.answering, self.directory.prefilling)
-        self._places.lay_out(self.bookings, self.directory.address_of)
+        self._places.lay_out(self.bookings, self.directory)
         for key in introduced:
             self._introduce(key)
         for key in change.fallen:  # what the process that takes its place has, that one has to say
@@ -114,6 +127,38 @@ class FleetState:
         """`request` goes to `key`, which is believed to cache so many of its prompt tokens and promises its first token in
         `ttft_s` seconds (0: nobody has asked)."""
         self.beliefs.routed(key, model.id, request, resident_tokens, now, tells=self.directory.tells(key), ttft_s=ttft_s)
+
+    def send(
+        self,
+        model: Model,
+        request: RequestView,
+        now: float,
+        *,
+        subset: Subset | None = None,
+        comparable: Collection[ReplicaKey] | None = None,
+        answers: int = 1,
+    ) -> Sent | None:
+        """Pick a replica for `request` and book it there. None: no replica may be picked. See `Slates.of` for the arguments, and
+        `Bookings.book`."""
+        booked = self.picks.booked(model, request, now, answers, subset=subset, comparable=comparable)
+        if booked is not None:
+            choice, booking = booked
+            sent = Sent(choice, booking)
+        else:
+            choice = self.picks.of(model, request, now, subset=subset, comparable=comparable)
+            if choice is None:
+                return None
+            sent = Sent(choice, *self._book(choice, request, now, answers))
+        self.slates.picked(model)
+        self.routed(model, request, sent.booking.key, choice.resident_tokens, now, choice.ttft_s)
+        return sent
+
+    def _book(self, choice: Choice, request: RequestView, now: float, answers: int) -> tuple[Booking, Booking | None]:
+        """The bookings of the pick, and of the replica that computes the prompt for it if there is one."""
+        if choice.hop is None:
+            return self.book(request, choice.key, choice.resident_tokens, now, answers=answers), None
+        prefill = key_of(choice.hop.replica), choice.hop.fresh_tokens
+        return self.book_pair(request, choice.key, choice.resident_tokens, prefill, now, answers=answers)
 
     def book(self, request: RequestView, key: ReplicaKey, resident_tokens: int, now: float, *, answers: int = 1) -> Booking:
         """A booking of `request` at `key`, which computes all but `resident_tokens` of it; what it then caches counts at once."""

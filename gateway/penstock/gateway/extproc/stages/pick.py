@@ -13,8 +13,6 @@ from penstock.gateway.extproc.decisions import DecisionLog
 from penstock.gateway.extproc.passage import Passage
 from penstock.gateway.extproc.underway import Underway
 from penstock.gateway.http.metrics import PickerMetrics
-from penstock.gateway.picker.bookings import Booking
-from penstock.gateway.picker.candidates import ReplicaKey, key_of
 from penstock.gateway.picker.choice import Choice
 from penstock.gateway.picker.request import RequestView
 from penstock.gateway.picker.state import FleetState
@@ -43,19 +41,16 @@ class Pick:
         call, model, tokens, state = passage.call, passage.model, passage.tokens, self._state
         decided = time.monotonic()
         request = _view(passage)
-        choice = state.picks.of(model, request, decided, subset=passage.subset, comparable=tokens.comparable)
-        if choice is None:
+        body, finishes = _renamed(passage), passage.finishes
+        sent = state.send(model, request, decided, subset=passage.subset, comparable=tokens.comparable, answers=finishes)
+        if sent is None:
             if passage.subset is not None:
                 which = "" if passage.adapter is None else f" with adapter {passage.adapter!r}"
                 message = f"model {model.name!r} has no ready replica{which} that the gateway allows; try again later"
                 raise Refused(503, message, "no_ready_replica", retry_after_s=SUBSET_RETRY_S)
             return None
-        body = _renamed(passage)
-        state.slates.picked(model)
-        key, prompt_tokens, finishes = choice.key, request.prompt_tokens, passage.finishes
-        state.routed(model, request, key, choice.resident_tokens, decided, choice.ttft_s)
-        pool, hop = choice.replica.pool, choice.hop
-        booking, prefill_booking = self._book(choice, key, request, decided, finishes)
+        choice, booking, prefill_booking = sent
+        prompt_tokens, pool, hop = request.prompt_tokens, choice.replica.pool, choice.hop
         self._decisions.add(request, choice, decided - passage.came, time.time())
         self._metrics.picked(pool, choice.policy, time.monotonic() - decided)
         name = self._underway.name() if call.inference_pool is None else None
@@ -81,22 +76,13 @@ class Pick:
             explanation=explanation,
             request_id=None if call.headers.get(headers.REQUEST_ID) else request.id,
             log={} if name is None else _for_the_log(name, passage, prompt_tokens, choice, explanation, decided),
-            sets=_for_the_replica(passage, key.rank, decided),
+            sets=_for_the_replica(passage, booking.key.rank, decided),
             removes=("authorization", *headers.API_KEYS) if passage.conceals else (),
             body=body,
         )
         if name is not None:
             self._underway.add(name, routed)
         return routed
-
-    def _book(
-        self, choice: Choice, key: ReplicaKey, request: RequestView, now: float, answers: int
-    ) -> tuple[Booking, Booking | None]:
-        """The bookings of the pick, and of the replica that computes the prompt for it if there is one."""
-        if choice.hop is None:
-            return self._state.book(request, key, choice.resident_tokens, now, answers=answers), None
-        prefill = key_of(choice.hop.replica), choice.hop.fresh_tokens
-        return self._state.book_pair(request, key, choice.resident_tokens, prefill, now, answers=answers)
 
 
 def _for_the_replica(passage: Passage, rank: int | None, now: float) -> list[tuple[str, str]]:
