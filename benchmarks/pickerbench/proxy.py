@@ -156,8 +156,9 @@ def through(server: Server, body: bytes = BODY, *, traced: bool = False, distinc
     elsewhere, others = bytearray(OTHERS_BYTES), bytearray(OTHERS_BYTES)
 
     def client(count: int) -> Iterator[tuple[bytes, ...]]:
-        """What the transport reads, up to each answer."""
+        """What the transport reads, up to each answer that somebody waits for; and the rest."""
         nonlocal stream, ended
+        shown_before: tuple[bytes, ...] = ()
         for n in range(count):
             stream += 2
             block = usual if n else first
@@ -169,22 +170,26 @@ def through(server: Server, body: bytes = BODY, *, traced: bool = False, distinc
             head = frames.frame(frames.HEADERS, END_HEADERS, stream, block) + frames.frame(0, 0, stream, asking)
             said_now = parts[1] if distinct is None else parts[1].replace(filler, own_prompt(distinct, stream, len(filler)))
             asked = head + data_frames(stream, said_now)
-            yield (ended, asked) if ended else (asked,)
+            yield (*shown_before, ended, asked) if ended else (asked,)
             ended = frames.rst_stream(stream, frames.Code.NO_ERROR)
             stream += 2
             last = response(sink.written).replace(b"seq=%d" % FIRST, b"seq=%d" % (FIRST + stream))  # each says something new
-            yield (frames.frame(frames.HEADERS, END_HEADERS, stream, shown) + frames.frame(frames.DATA, 0, stream, last),)
+            shown_before = (
+                frames.frame(frames.HEADERS, END_HEADERS, stream, shown) + frames.frame(frames.DATA, 0, stream, last),
+            )
             ended += frames.rst_stream(stream, frames.Code.NO_ERROR) + frames.window_update(0, len(body) + 550)
+        yield shown_before
 
     async def play(count: int, cold: list[float] | None = None) -> None:
         """Reads come from callbacks, outside of any task, as a transport's do."""
-        done, reads = loop.create_future(), client(count)
+        done, waits = loop.create_future(), False
+        reads = enumerate(client(count))
 
         def on() -> None:
-            data = next(reads, None)
-            if data is None:
-                return done.set_result(None)
+            nonlocal waits
+            number, data = next(reads)
             for read in data:
+                waits = number < count and read is data[-1]
                 if cold is None:
                     protocol.data_received(read)
                     continue
@@ -192,10 +197,17 @@ def through(server: Server, body: bytes = BODY, *, traced: bool = False, distinc
                 began = time.thread_time()
                 protocol.data_received(read)
                 cold.append(time.thread_time() - began)
-            return None
+            if number == count:
+                done.set_result(None)
+
+        def told() -> None:
+            nonlocal waits
+            if waits:  # else it is nothing that the proxy has to have to go on
+                waits = False
+                loop.call_soon(on)
 
         await asyncio.sleep(0.001)  # our settings are acknowledged: what is written from now on are answers
-        sink.told = lambda: loop.call_soon(on)
+        sink.told = told
         loop.call_soon(on)
         await done
 

@@ -21,7 +21,7 @@ from penstock.gateway.extproc.call import SHUTTING_DOWN, Answered, Call, Refused
 from penstock.gateway.extproc.ceiling import Ceiling
 from penstock.gateway.extproc.service import METHOD, SERVICE, ExtProcService
 from penstock.gateway.extproc.wire import wire_of
-from penstock.gateway.h2 import frames
+from penstock.gateway.h2 import frames, server
 from penstock.gateway.h2.messages import prefixed
 from penstock.gateway.h2.server import Server, ServerProtocol
 from penstock.gateway.picker.compiled import MODULE, installed
@@ -40,6 +40,7 @@ def no_clock() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(service, "HEARD_BEFORE_S", 3600.0)
         patch.setattr(service, "HEARD_OUT_S", 3600.0)
+        patch.setattr(server, "PATIENCE_S", 0.0)
         yield
 
 
@@ -284,6 +285,28 @@ async def test_a_usual_request_and_a_shown_head_make_no_call(monkeypatch: pytest
         await side.said(read)
     assert [type(it) for it in side.director.heard] == [tuple, str, tuple, str, tuple]
     assert side.counts() == (0, 0, 0, 0, 0)
+
+
+async def test_the_end_of_a_shown_head_goes_out_with_what_somebody_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "PATIENCE_S", 3600.0)
+    side, encoder = Side(whole=True), Encoder()
+    encoder.header_table_size = 0
+    await side.more()
+
+    def heads(*streams: int) -> bytes:
+        message = prefixed(shown().SerializeToString())
+        return b"".join(b"".join(read_by_read(CALL, message, stream=stream)) for stream in streams)
+
+    assert await side.said(heads(1, 3)) == {}
+    asked = await side.said(b"".join(read_by_read(CALL + APART, request(b"x"), stream=5)))
+    assert list(asked) == [1, 3, 5]
+    assert await side.said(heads(7)) == {}
+    late = side.protocol._late
+    assert late is not None
+    assert list(await side.said(frames.frame(frames.PING, 0, 0, bytes(8)) + heads(9))) == [7, 0, 9]
+    assert late.cancelled() and side.protocol._late is None
+    monkeypatch.setattr(server, "PATIENCE_S", 0.0)
+    assert list(await side.said(heads(11))) == [11]  # and without anything else, soon
 
 
 async def test_what_is_not_complete_or_waits_counts() -> None:

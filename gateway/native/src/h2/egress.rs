@@ -16,6 +16,8 @@ const NO_TABLE: u8 = 0x20;
 pub struct Egress {
     /// Frames to write.
     pub out: Vec<u8>,
+    /// Bytes at the beginning of `out` that nobody waits for.
+    patient: usize,
     /// The peer does not read: no data goes into `out`.
     pub paused: bool,
     /// Bytes of all streams that wait.
@@ -45,6 +47,7 @@ impl Egress {
     pub fn new(write_bytes: i64, now: f64) -> Self {
         Egress {
             out: Vec::new(),
+            patient: 0,
             paused: false,
             unsent: 0,
             progress_at: now,
@@ -60,6 +63,23 @@ impl Egress {
             write_bytes,
             turns: LinkedHashMap::new(),
         }
+    }
+
+    /// Whether anybody waits for what is to be written.
+    pub fn urgent(&self) -> bool {
+        self.out.len() > self.patient
+    }
+
+    /// Nobody waits for what is in `out`.
+    pub fn wait(&mut self) {
+        self.patient = self.out.len();
+    }
+
+    /// Puts all of `out` behind it, and keeps room for so many bytes.
+    pub fn taken(&mut self, kept: usize) {
+        self.out.clear();
+        self.out.shrink_to(kept);
+        self.patient = 0;
     }
 
     /// A header block, which fits one frame.

@@ -156,11 +156,22 @@ impl Connection {
         slf.tell()
     }
 
-    /// What is to be written now.
+    /// Somebody waits for what is to be written.
+    #[getter]
+    fn urgent(&self) -> bool {
+        self.core.egress.urgent()
+    }
+
+    /// There is something to write, for which nobody waits.
+    #[getter]
+    fn patient(&self) -> bool {
+        !self.core.egress.out.is_empty() && !self.core.egress.urgent()
+    }
+
+    /// What is to be written.
     fn take<'py>(&mut self, py: Python<'py>) -> Bound<'py, PyBytes> {
         let data = PyBytes::new(py, &self.core.egress.out);
-        self.core.egress.out.clear();
-        self.core.egress.out.shrink_to(KEPT_BYTES);
+        self.core.egress.taken(KEPT_BYTES);
         data
     }
 

@@ -72,14 +72,20 @@ impl Exchanges {
         core.finish(py, stream, &self.ok);
     }
 
-    /// Answers with one message, or with none.
+    /// Answers with one message, or with none, for which nobody waits.
     pub fn answered(&self, py: Python<'_>, core: &mut Core, stream: &Py<Stream>, message: Option<&[u8]>) {
         match message {
             Some(message) => {
                 core.message(py, stream, &self.head, message);
                 core.finish(py, stream, &self.ok);
             }
-            None => core.finish(py, stream, &self.ok_alone),
+            None => {
+                let urgent = core.egress.urgent();
+                core.finish(py, stream, &self.ok_alone);
+                if !urgent {
+                    core.egress.wait();
+                }
+            }
         }
     }
 

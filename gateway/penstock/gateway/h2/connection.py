@@ -70,6 +70,16 @@ class Connection:
         )  # fmt: skip
 
     @property
+    def urgent(self) -> bool:
+        """Somebody waits for what is to be taken: as far as is known here, always."""
+        return bool(self._out)
+
+    @property
+    def patient(self) -> bool:
+        """There is something to take, for which nobody waits."""
+        return False
+
+    @property
     def paused(self) -> bool:
         """The peer does not read."""
         return self._egress.paused

@@ -29,6 +29,16 @@ class Connection(Protocol):
         ...
 
     @property
+    def urgent(self) -> bool:
+        """Somebody waits for what is to be taken."""
+        ...
+
+    @property
+    def patient(self) -> bool:
+        """There is something to take, for which nobody waits."""
+        ...
+
+    @property
     def paused(self) -> bool:
         """The peer does not read."""
         ...

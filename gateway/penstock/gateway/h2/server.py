@@ -23,6 +23,8 @@ from penstock.gateway.h2.worker import Worker
 from penstock.gateway.picker.compiled import Compiled
 
 TICK_S = 5.0
+PATIENCE_S = 0.02
+"""How long what nobody waits for may wait for something else to go out with: a write costs more than what it says."""
 LINGER_S = 5.0
 """How long the last words to a peer may take."""
 
@@ -124,6 +126,7 @@ class ServerProtocol(asyncio.Protocol):
         self._workers: list[Worker | _Answered] = []  # to be stepped
         self._backlog = 0
         self._timer: asyncio.TimerHandle | None = None
+        self._late: asyncio.TimerHandle | None = None
 
     # --- asyncio.Protocol ---
 
@@ -160,8 +163,8 @@ class ServerProtocol(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Clean up after the connection."""
-        if self._timer is not None:
-            self._timer.cancel()
+        for timer in filter(None, (self._timer, self._late)):
+            timer.cancel()
         self.connection.fail(Code.NO_ERROR, "the connection is lost")
         self.server.left(self)
 
@@ -196,8 +199,18 @@ class ServerProtocol(asyncio.Protocol):
         self.flush()
 
     def flush(self) -> None:
-        """Writes what is to be written."""
+        """Writes what is to be written, as soon as anybody waits for it."""
+        if self.connection.urgent:
+            return self._write()
+        if self._late is None and self.connection.patient:
+            self._late = self._loop.call_later(PATIENCE_S, self._write)
+        return None
+
+    def _write(self) -> None:
         connection, transport = self.connection, self._transport
+        if self._late is not None:
+            self._late.cancel()
+            self._late = None
         data = connection.take()
         if not data:
             return None
