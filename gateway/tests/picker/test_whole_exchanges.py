@@ -301,12 +301,15 @@ async def test_the_end_of_a_shown_head_goes_out_with_what_somebody_waits_for(mon
     asked = await side.said(b"".join(read_by_read(CALL + APART, request(b"x"), stream=5)))
     assert list(asked) == [1, 3, 5]
     assert await side.said(heads(7)) == {}
+    assert list(await side.said(frames.frame(frames.PING, 0, 0, bytes(8)) + heads(9))) == [7, 0, 9]
     late = side.protocol._late
     assert late is not None
-    assert list(await side.said(frames.frame(frames.PING, 0, 0, bytes(8)) + heads(9))) == [7, 0, 9]
-    assert late.cancelled() and side.protocol._late is None
+    assert await side.said(heads(11)) == {}
+    assert side.protocol._late is late, "one timer is for all that comes meanwhile"
+    side.protocol._overdue()
+    assert list(await side.more()) == [11]
     monkeypatch.setattr(server, "PATIENCE_S", 0.0)
-    assert list(await side.said(heads(11))) == [11]  # and without anything else, soon
+    assert list(await side.said(heads(13))) == [13]  # and without anything else, soon
 
 
 async def test_what_is_not_complete_or_waits_counts() -> None:

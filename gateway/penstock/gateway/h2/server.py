@@ -24,7 +24,7 @@ from penstock.gateway.picker.compiled import Compiled
 
 TICK_S = 5.0
 PATIENCE_S = 0.02
-"""How long what nobody waits for may wait for something else to go out with: a write costs more than what it says."""
+"""How long at most what nobody waits for may wait for something else to go out with: a write costs more than what it says."""
 LINGER_S = 5.0
 """How long the last words to a peer may take."""
 
@@ -203,14 +203,16 @@ class ServerProtocol(asyncio.Protocol):
         if self.connection.urgent:
             return self._write()
         if self._late is None and self.connection.patient:
-            self._late = self._loop.call_later(PATIENCE_S, self._write)
+            self._late = self._loop.call_later(PATIENCE_S, self._overdue)
         return None
+
+    def _overdue(self) -> None:
+        """Writes what has waited; some of it came after the timer was set, which costs less than a timer for each."""
+        self._late = None
+        self._write()
 
     def _write(self) -> None:
         connection, transport = self.connection, self._transport
-        if self._late is not None:
-            self._late.cancel()
-            self._late = None
         data = connection.take()
         if not data:
             return None
