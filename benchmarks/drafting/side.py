@@ -19,8 +19,9 @@ from penstock.engine.spec.depth import DraftDepth
 from penstock.engine.spec.filling import to_few_sizes
 
 SLICE, COLD = 16, 2
-"""Steps of a turn: few, so that what others do to the machine meanwhile falls on all sides alike. The first of them do not count:
-they find in the processor's caches what the side before has left there, and an engine that serves has its core to itself."""
+"""Steps of a turn: few, so that what others do to the machine meanwhile falls on all sides alike. The first of them do not count,
+and teach a side nothing of what drafts cost: they find in the processor's caches what the side before has left there, and an
+engine that serves has its core to itself."""
 
 
 class FixedDepth(DraftDepth):
@@ -85,8 +86,9 @@ class Side:
         executor, blocks = build_executor(config)
         self._core = build_core(config, executor, blocks, epoch=1)
         runner: Any = executor._runner  # type: ignore[attr-defined]
+        self._own_drafts = runner._own_drafts
         if fixed is not None:
-            runner._own_drafts._depth = FixedDepth(fixed)
+            self._own_drafts._depth = FixedDepth(fixed)
         # By its clock a step that others' turns divide from the next one would take as long as all of them.
         self._away_s, self._left = 0.0, time.process_time()
         runner._clock = lambda: time.process_time() - self._away_s
@@ -146,6 +148,8 @@ class Side:
             frame = self._core.step()
             self._core.take_events()
             took = time.process_time() - began
+            if self._own_drafts is not None and number < COLD:
+                self._own_drafts._last = None
             if frame is None:
                 continue
             if failed := [end for end in frame.finished if end.error is not None]:

@@ -162,6 +162,25 @@ def test_steps_that_take_longer_behind_drafts_make_these_no_cheaper():
     assert abs(depth.costs.of(2, 8.0) - 2.0) < 0.02
 
 
+def test_the_end_of_a_long_rest_is_compared_too():
+    """Far from drafts a step takes less than the fourth behind them, and these are as much dearer."""
+    depth = DraftDepth(4, 8, CHEAP)
+    for _ in range(4):
+        compared(depth, 2.0)
+    assert not depth.learns_from(2, 0)
+    observed(depth, [4, 4], [0, 0], 30)
+    seen = []
+    for _ in range(8):
+        assert chosen(depth, 8, 8) == 0
+        while depth.rests(2):
+            seen.append(depth.learns_from(2, 0))
+    rests = (1, 2, 4, 8, 16, 32, 32, 32)
+    assert [at + 1 for at, learns in enumerate(seen) if learns] == [sum(rests[:number]) for number in range(5, 9)]
+    for _ in range(2):
+        depth.observe_step(2, 0, 0.8)
+    assert depth.costs.in_steps(2, 0.8) == 1.0
+
+
 def alike(seconds):
     """Eight drafts of each row make a step take so much longer, whatever the number of rows."""
     return [Timing(rows, drafts, took) for rows in (1, 4) for drafts, took in ((0, 1.0), (8, seconds))]
@@ -230,6 +249,17 @@ def test_drafts_that_cost_more_than_they_gain_have_a_credit_that_plain_steps_ear
         pass
     observed(depth, [8, 8], [8, 8], 1)
     assert sum(step()[0] > 0 for _ in range(5)) > 1, "what pays has credit at once"
+
+
+def test_a_few_bad_steps_are_no_reason_to_rest_while_look_ups_gain():
+    depth = DraftDepth(4, 8, CHEAP)
+    observed(depth, [8, 8], [8, 8], 40)
+    depth._credit[:] = [-1.0] * len(depth._credit)
+    assert chosen(depth, 8, 8) > 0
+    depth._stand_no_longer()
+    asked_in_vain(depth)
+    depth._credit[:] = [-1.0] * len(depth._credit)
+    assert chosen(depth, 8, 8) == 0 and depth.rests(2)
 
 
 def test_a_head_that_costs_more_than_it_gains_rests_at_once():
@@ -426,6 +456,14 @@ def test_a_new_request_ends_the_rest_where_drafts_pay_for_most():
 def test_a_new_request_does_not_end_the_rest_where_drafts_pay_for_nobody():
     depth = DraftDepth(4, 8, CHEAP)
     observed(depth, [4, 4], [0, 0], 100)
+    assert depth.most(ROWS) == 0
+    depth.admit(2)
+    assert depth.rests(2)
+
+
+def test_a_new_request_does_not_end_the_rest_where_drafts_would_not_be_chosen():
+    seconds = [Timing(rows, drafts, took) for rows in (1, 4) for drafts, took in ((0, 1.0), (1, 1.5))]
+    depth = DraftDepth(4, 1, seconds, margin=1.15)  # a token in 1.5 steps, seven times in ten, is a gain of 13 %
     assert depth.most(ROWS) == 0
     depth.admit(2)
     assert depth.rests(2)

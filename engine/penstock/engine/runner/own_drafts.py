@@ -14,7 +14,7 @@ from penstock.engine.runner.input_batch import Placed
 from penstock.engine.runner.sampler.choice import Drawn
 from penstock.engine.runner.verification import PlannedDrafts
 from penstock.engine.spec.costs import Timing, knots
-from penstock.engine.spec.depth import HIGH_HOPE, HOPE, DraftDepth, depths
+from penstock.engine.spec.depth import HIGH_HOPE, HIGH_MARGIN, HOPE, MARGIN, DraftDepth, depths
 from penstock.engine.spec.filling import Filling, unfilled
 from penstock.engine.spec.proposer import Proposer
 
@@ -78,8 +78,8 @@ class OwnDrafts:
     ) -> None:
         self._proposer, self._vocab_size, self._clock, self._sampler = proposer, vocab_size, clock, sampler
         self._looks_up = proposer.looks_up
-        hope = HOPE if self._looks_up else HIGH_HOPE
-        self._depth = DraftDepth(max_num_seqs, config.num_speculative_tokens, timings, hope, fill)
+        hope, margin = (HOPE, MARGIN) if self._looks_up else (HIGH_HOPE, HIGH_MARGIN)
+        self._depth = DraftDepth(max_num_seqs, config.num_speculative_tokens, timings, hope, fill, margin)
         self.drafts: Int32 = np.full((max_num_seqs, config.num_speculative_tokens), _PAD, np.int32)
         """[rows, K]: of each row's next step, -1 pads."""
         self._places = np.arange(config.num_speculative_tokens)

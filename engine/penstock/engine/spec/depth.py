@@ -12,6 +12,9 @@ from penstock.engine.spec.filling import Filling, unfilled
 HOPE, HIGH_HOPE = 0.7, 0.9
 """Acceptance that is believed in before anything is known: of what stands in text, and of guesses of a model. These cost more:
 with less hope nobody would find out how good they are."""
+MARGIN, HIGH_MARGIN = 1.08, 1.15
+"""Times the tokens a second without drafts that are wanted of drafts: of those that are looked up, and of a proposer that reads
+every step."""
 _FORGOTTEN: Final = 0.0005
 """How far this goes back to what was hoped in a step without drafts: in some thousand steps all is tried again."""
 _FIRST: Final = 8
@@ -22,6 +25,8 @@ _OFFERED: Final = 0.2
 _WARM: Final = 4
 """Steps without drafts in a row, the last of which is compared with those that have some: the first of them take longer, which is
 the drafts' doing and would make these seem cheaper than they are."""
+_WARMER: Final = 16
+"""Steps of a rest, the last of which is compared, too: the fourth still takes a little longer than those far from drafts."""
 _LONGEST_RUN: Final = 256
 """Steps with drafts, after which so many without are made."""
 _SHORTEST_RUN: Final = 16
@@ -29,12 +34,8 @@ _SHORTEST_RUN: Final = 16
 _COMPARING: Final = 0.0025
 """Of a step, a quarter of what such comparisons may cost in each: the less drafts gain, the sooner it is seen that they gain
 nothing."""
-_MARGIN: Final = 1.08
-"""Times the tokens a second without drafts that are wanted of drafts."""
 _PROVED: Final = 1.02
 """The same while the last look-ups have gained more than they cost."""
-_UNLEARNED: Final = 1.15
-"""The same of a proposer that reads every step."""
 _LONGEST_REST: Final = 32
 _FEWER: Final = 8
 """Steps with few rows in a row: between two waves of requests there are fewer."""
@@ -102,11 +103,19 @@ class DraftDepth:
         timings: As of `StepCosts`.
         hope: Acceptance that is believed in.
         fill: How steps with drafts are filled up.
+        margin: Times the tokens a second without drafts that are wanted of drafts.
     """
 
     def __init__(
-        self, max_num_seqs: int, num_drafts: int, timings: Sequence[Timing], hope: float = HOPE, fill: Filling = unfilled
+        self,
+        max_num_seqs: int,
+        num_drafts: int,
+        timings: Sequence[Timing],
+        hope: float = HOPE,
+        fill: Filling = unfilled,
+        margin: float = MARGIN,
     ) -> None:
+        self._margin = margin
         self.acceptance = Acceptance(max_num_seqs, num_drafts, hope)
         self.depths = depths(num_drafts)
         self._offered = float(num_drafts)
@@ -115,8 +124,9 @@ class DraftDepth:
         """How steps with drafts are filled up."""
         self.costs = StepCosts(max_num_seqs, self.depths, timings)
         self._filled: dict[int, _Filled] = {}
-        self._plain, self._compares = 0, False
-        """Steps without drafts that were observed since there were some, and whether another one is looked for."""
+        self._plain, self._compares, self._far = 0, False, False
+        """Steps without drafts that were observed since there were some, whether another one is looked for, and whether the next
+        step is the last one of a long rest."""
         self._rest, self._rested, self._next_rest, self._run = 0, 0, 1, 0
         self._missed = 0
         """How often in a row such steps told nothing, since they took in prompts, say: then it is tried more seldom."""
@@ -136,10 +146,10 @@ class DraftDepth:
 
     def learns_from(self, num_rows: int, drafts: int) -> bool:
         """Whether the time of a step is to be observed: of one with drafts where these were chosen anew, of one without only soon
-        after one that had some, or where none of as many rows is known yet."""
+        after one that had some, at the end of a long rest, or where none of as many rows is known yet."""
         if drafts:
             return not self._repeats
-        return self._compares or not self.costs.knows(num_rows)
+        return self._compares or self._far or not self.costs.knows(num_rows)
 
     def admit(self, row: int) -> None:
         """Another request has the row, which ends the rest if drafts pay for requests like the last ones. Among many rows it is
@@ -160,14 +170,14 @@ class DraftDepth:
         rows, made = self._num_rows, 1.0
         for drafts, chance in enumerate(self.acceptance.of_new()[: round(self._offered)], 1):
             made += chance
-            if self._rate(rows, drafts * rows, made * rows) > _MARGIN:
+            if self._rate(rows, drafts * rows, made * rows) > self._margin:
                 return True
         return False
 
     def rests(self, num_rows: int) -> bool:
         """Whether the next choice, of so many rows, is none, which costs nothing; to be asked once a step. What does not pay for
         many rows may pay for few."""
-        self._repeats = False
+        self._repeats = self._far = False
         sizes = self.costs.sizes
         self._fewer = self._fewer + 1 if sizes[num_rows] < sizes[self._num_rows] else 0
         if self._fewer == _FEWER:
@@ -176,6 +186,7 @@ class DraftDepth:
             return False
         self._rest -= 1
         self._rested += 1
+        self._far = not self._rest and self._rested >= _WARMER
         return True
 
     @property
@@ -244,7 +255,7 @@ class DraftDepth:
         """The most drafts that can pay for these rows, [m], beside so many that get none, however many a proposer has. It is one
         that reads every step, which is not free either, and makes as many of each row."""
         self._forget(rows, others)
-        best, count = _Best(0, _UNLEARNED), len(rows) + others
+        best, count = _Best(0, self._margin), len(rows) + others
         chances = self.acceptance.of_whole(rows.tolist())
         for depth in self.depths[1:]:
             rate = self._rate(count, depth * len(rows), count + sum(sum(of[:depth]) for of in chances))
@@ -271,8 +282,8 @@ class DraftDepth:
 
     def found_nothing(self, rows: Int32) -> None:
         """The proposer has nothing for these rows, [m], which is the same as a choice of none."""
+        self._stand_no_longer()
         self._num_rows, self._rested = len(rows), self._rested + 1
-        self._stands = 0
         self._offered -= _OFFERED * self._offered
         if not self._is_worth_it:
             self._next_rest = max(self._next_rest, _SHORTEST_WAIT)
@@ -304,7 +315,7 @@ class DraftDepth:
             if not would.drafts or not self._is_worth_it:
                 self._begin_rest(self._wait if would.drafts else _LONGEST_REST)
             return None
-        if not self._has_credit:
+        if not self._has_credit and not self._is_worth_it:
             self._next_rest = _LONGEST_REST
             self._begin_rest(_LONGEST_REST)
             return None
@@ -332,7 +343,7 @@ class DraftDepth:
     def _best(self, chances: Sequence[Chances], num_rows: int) -> _Best:
         """As many of these drafts, the likeliest, as make the most tokens a second; none where they do not make clearly more than
         no drafts."""
-        best, best_rate = 0, _PROVED if self._is_worth_it else _MARGIN
+        best, best_rate = 0, _PROVED if self._is_worth_it else self._margin
         made = list(accumulate(sorted(chain.from_iterable(chances), reverse=True), initial=float(num_rows)))
         filled = self._filled_up(num_rows)
         most = min(len(made) - 1, max(_FIRST, filled.drafts[0], int(3 * self.acceptance.judged)))
