@@ -126,10 +126,10 @@ class World:
         # What only some can compare, and an excluded one.
         among = None if rng.random() < 0.8 else frozenset(self._key() for _ in range(3))
         excluded = [self._key()] if self._count > 1 and rng.random() < 0.1 else ()
-        choice = state.picks.of(MODEL, asked, self.now, comparable=among, excluded=excluded)
+        choice = chosen(state, MODEL, asked, self.now, comparable=among, excluded=excluded)
         if choice is None:
             asked = msgspec.structs.replace(asked, adapter=None)
-            choice = state.picks.of(MODEL, asked, self.now, comparable=among)
+            choice = chosen(state, MODEL, asked, self.now, comparable=among)
         assert choice is not None
         answers = rng.choice((1, 1, 3))
         if excluded:
@@ -263,6 +263,11 @@ class World:
                 state.events_lost(key)
 
 
+def chosen(state: FleetState, *asked: Any, **among: Any) -> Choice | None:
+    made = state.picks.of(*asked, **among)
+    return None if made is None else made[0]
+
+
 def seen(choice: Choice) -> tuple[object, ...]:
     """All that a choice decides, says and shows."""
     figures = choice.table.tolist()
@@ -295,7 +300,7 @@ def test_usual_picks_are_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
     state.update(Fleet(models=[MODEL], pools=[Pool(id="b/m/p", model=MODEL.id)], replicas=replicas))
     monkeypatch.setattr(state, "book", no_steps)
-    choice, sent = state.picks.of(MODEL, asked, 0.0), state.send(MODEL, asked, 0.0)
+    choice, sent = chosen(state, MODEL, asked, 0.0), state.send(MODEL, asked, 0.0)
     assert choice is not None and sorted(choice.rows) == [1, 2]
     assert sent is not None and sent.booking.key == choice.key and state.bookings.total(State.PENDING) == 1
     images = Prompt(40, images=((1, 1),))
@@ -379,7 +384,7 @@ def test_a_decision_is_told_as_it_was_made(compiled: Compiled | None) -> None:
 
     state, asked = FleetState(compiled=compiled), RequestView(id="q", path="", model="m", prompts=(Prompt(40),))
     state.update(fleet(False, True, True))
-    choice = state.picks.of(MODEL, asked, 0.0)
+    choice = chosen(state, MODEL, asked, 0.0)
     assert choice is not None
     before = told(choice)
     assert [it.name for it in choice.rejected] == ["r0"]
@@ -387,7 +392,7 @@ def test_a_decision_is_told_as_it_was_made(compiled: Compiled | None) -> None:
     state.reported(choice.key, LoadReport(epoch=1, seq=1, num_requests_running=9, max_num_seqs=9, decode_step_s=0.5), 1.0)
     state.update(fleet(True, True, False, True, True))
     assert told(choice) == before
-    later = state.picks.of(MODEL, asked, 2.0)
+    later = chosen(state, MODEL, asked, 2.0)
     assert later is not None
     assert told(later) != before
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import aiohttp
 import msgspec
-import orjson
 import pytest
 from aiohttp import web
 from prometheus_client import CollectorRegistry
+from tokenizing import tokenized
 
 from penstock.api.events import BlockStored, Event, RequestFinished, absurd
 from penstock.api.fleet import Engine, Fleet, Model, Pool, Replica
@@ -228,7 +228,7 @@ async def test_a_prompt_too_deep_to_be_written_is_guessed() -> None:
         deep = [deep]
     raw = b"x" * 1000
     for padded in (raw, raw * 10):  # at once, and in a thread
-        found = await prompts.tokenize([replica], "/v1/completions", padded, {"prompt": deep}, "", None)
+        found = await tokenized(prompts, [replica], {"prompt": deep}, raw=padded)
         assert found.unknown is not None and found.prompts[0].tokens == len(padded) // 4 + 1
     prompts.close()
 
@@ -239,7 +239,6 @@ async def test_hundreds_of_small_prompts_are_no_work_for_the_event_loop() -> Non
     for prompt, threads in ((["a"] * 900, 1), ([[1]] * 900, 1), ([1] * 900, 0), (["a"] * 16, 0)):
         prompts._pool.shutdown()
         prompts._pool = ThreadPoolExecutor(1)
-        raw = orjson.dumps({"prompt": prompt})
-        await prompts.tokenize([replica], "/v1/completions", raw, {"prompt": prompt}, "", None)
+        await tokenized(prompts, [replica], {"prompt": prompt})
         assert len(prompts._pool._threads) == threads
     prompts.close()

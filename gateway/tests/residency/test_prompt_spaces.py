@@ -12,6 +12,7 @@ import orjson
 import pytest
 from aiohttp import web
 from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizing import tokenized
 
 from penstock.api.fleet import Fleet, Model, Pool, Replica
 from penstock.api.load_report import LoadReport
@@ -25,7 +26,6 @@ from penstock.gateway.picker.request import RequestView
 from penstock.gateway.picker.state import FleetState
 from penstock.prompt.bundle import PromptBundle
 from penstock.prompt.hashing import BlockHasher, ExtraKeys
-from penstock.prompt.processor import COMPLETIONS_PATH
 
 WORDS = [f"w{n}" for n in range(64)]
 TEXT = " ".join(WORDS)
@@ -94,7 +94,7 @@ class Replicas:
 
     async def tokenize(self, body: dict[str, Any], tenant: str = "", adapter: str | None = None) -> Any:
         replicas = self.state.directory.replicas_of(MODEL)
-        return await self.library.tokenize(replicas, COMPLETIONS_PATH, orjson.dumps(body), body, tenant, adapter)
+        return await tokenized(self.library, replicas, body, tenant=tenant, adapter=adapter)
 
     async def close(self) -> None:
         self.library.close()
@@ -203,10 +203,7 @@ async def test_a_large_prompt_leaves_the_event_loop_its_turns(fleet: Replicas, m
     await fleet.add(bundle(max_model_len=10**6))
     await fleet.learnt(1)
     body = {"prompt": [n % 64 for n in range(200_000)]}
-    raw, turns = orjson.dumps(body), 0
-    task = asyncio.create_task(
-        fleet.library.tokenize(fleet.state.directory.replicas_of(MODEL), COMPLETIONS_PATH, raw, body, "", None)
-    )
+    task, turns = asyncio.create_task(fleet.tokenize(body)), 0
     while not task.done():
         await asyncio.sleep(0)
         turns += 1

@@ -13,6 +13,7 @@ import aiohttp
 import msgspec
 import orjson
 import pytest
+from tokenizing import tokenized
 
 from penstock.api import headers
 from penstock.api.fleet import Fleet, Model, Pool, Replica
@@ -114,8 +115,8 @@ async def test_what_is_believed_of_a_real_engine_is_what_it_finds(tmp_path: Path
             body: dict[str, Any] = {"model": "tiny", "messages": MESSAGES, "max_tokens": 2}
 
             async def resident(tenant: str, adapter: str | None = None) -> tuple[RequestView, int]:
-                replicas, raw = state.directory.replicas_of(MODEL), orjson.dumps(body)
-                tokens = await library.tokenize(replicas, CHAT_PATH, raw, body, tenant, adapter)
+                replicas = state.directory.replicas_of(MODEL)
+                tokens = await tokenized(library, replicas, body, path=CHAT_PATH, tenant=tenant, adapter=adapter)
                 request = RequestView(id="", path=CHAT_PATH, model="tiny", prompts=tokens.prompts, block_size=tokens.block_size)
                 return request, int(state.slates.of(MODEL, request, 0.0, comparable=tokens.comparable).found[0])
 

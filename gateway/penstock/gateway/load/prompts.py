@@ -119,10 +119,11 @@ class PromptLibrary:
         """Ends the threads."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    async def tokenize(
+    def at_once(
         self, replicas: Sequence[Replica], path: str, raw: bytes, body: Mapping[str, Any], tenant: str, adapter: str | None
-    ) -> TokenizedPrompts:
-        """Token counts and block hashes of the prompts in `body`.
+    ) -> TokenizedPrompts | None:
+        """Token counts and block hashes of the prompts in `body`, where that is little work. None: it is not, and `in_thread` has
+        to do it.
 
         What cannot be tokenised is guessed from its bytes and said to be a guess: the engine is the judge of a prompt.
 
@@ -134,13 +135,6 @@ class PromptLibrary:
             tenant: Whose request it is: the engine keeps the caches of tenants apart.
             adapter: The LoRA adapter: no KV is shared between adapters.
         """
-        found = self.at_once(replicas, path, raw, body, tenant, adapter)
-        return found or await self.in_thread(replicas, path, raw, body, tenant, adapter)
-
-    def at_once(
-        self, replicas: Sequence[Replica], path: str, raw: bytes, body: Mapping[str, Any], tenant: str, adapter: str | None
-    ) -> TokenizedPrompts | None:
-        """As `tokenize`, where that is little work. None: it is not, and `in_thread` has to do it."""
         memos, silent = self._spaces(replicas)
         size = len(raw)
         if size > (REMEMBERED_BYTES if memos else INLINE_BYTES) or _many(body):
@@ -156,7 +150,7 @@ class PromptLibrary:
     async def in_thread(
         self, replicas: Sequence[Replica], path: str, raw: bytes, body: Mapping[str, Any], tenant: str, adapter: str | None
     ) -> TokenizedPrompts:
-        """As `tokenize`, however much work that is."""
+        """As `at_once`, however much work that is."""
         (memos, silent), extra = self._spaces(replicas), extra_keys(body, tenant, adapter)
         try:
             return await self._work(lambda: _tokenized(memos, silent, path, body, extra, None))

@@ -5,7 +5,6 @@ none of them troubled, without tiers and without prefill replicas, by the usual 
 """
 
 from collections.abc import Collection
-from typing import Any
 
 import numpy as np
 
@@ -52,39 +51,27 @@ class Picks:
         subset: Subset | None = None,
         excluded: Collection[ReplicaKey] = (),
         comparable: Collection[ReplicaKey] | None = None,
-    ) -> Choice | None:
-        """The choice; None where no replica may be picked. See `Slates.of` for the arguments.
+        answers: int | None = None,
+    ) -> tuple[Choice, Booking | None] | None:
+        """The choice, and the booking where the request went the short way and was booked; None where no replica may be picked.
+        See `Slates.of` for the arguments.
+
+        Args:
+            answers: What `FleetState.book`, the statement of bookings, is to book where the request goes the short way; None:
+                nothing.
 
         Raises:
             ValueError: there is no policy like the model's.
         """
         columns = self._usual(model, request, subset) if not excluded else None
         if columns is not None:
-            return self._at_once(model, request, columns, now, comparable, None)[0]
+            books = None if answers is None else (request.id, answers)
+            return self._at_once(model, request, columns, now, comparable, books)
         slate = self._slates.of(model, request, now, subset=subset, excluded=excluded, comparable=comparable)
         if not slate.candidates:
             return None
         prefill = self._slates.of_prefill(model, request, now, subset=subset, comparable=comparable)
-        return choose(slate, model.policy, subset, excluded, prefill=prefill)
-
-    def booked(
-        self,
-        model: Model,
-        request: RequestView,
-        now: float,
-        answers: int,
-        *,
-        subset: Subset | None = None,
-        comparable: Collection[ReplicaKey] | None = None,
-    ) -> tuple[Choice, Booking] | None:
-        """As `of`, with the booking of the request, of which `FleetState.book` is the statement. None: the request does not go
-        the short way, and nothing has changed."""
-        columns = self._usual(model, request, subset)
-        if columns is None:
-            return None
-        choice, booking = self._at_once(model, request, columns, now, comparable, (request.id, answers))
-        columns.sent()
-        return choice, booking
+        return choose(slate, model.policy, subset, excluded, prefill=prefill), None
 
     def _usual(self, model: Model, request: RequestView, subset: Subset | None) -> Columns | None:
         """The replicas, where there is nothing about them and the request but what the compiled parts look at."""
@@ -114,7 +101,7 @@ class Picks:
         now: float,
         comparable: Collection[ReplicaKey] | None,
         books: tuple[str, int] | None,
-    ) -> tuple[Choice, Any]:
+    ) -> tuple[Choice, Booking | None]:
         compiled = self._compiled
         assert compiled is not None
         (prompt,), block_size = request.prompts, request.block_size
@@ -136,6 +123,8 @@ class Picks:
             RANKED,
             books,
         )
+        if books is not None:
+            columns.sent()
         rows = picked.rows
         replica = columns.replicas[rows[0]]
         assert replica is not None

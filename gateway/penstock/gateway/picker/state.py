@@ -140,15 +140,11 @@ class FleetState:
     ) -> Sent | None:
         """Pick a replica for `request` and book it there. None: no replica may be picked. See `Slates.of` for the arguments, and
         `Bookings.book`."""
-        booked = self.picks.booked(model, request, now, answers, subset=subset, comparable=comparable)
-        if booked is not None:
-            choice, booking = booked
-            sent = Sent(choice, booking)
-        else:
-            choice = self.picks.of(model, request, now, subset=subset, comparable=comparable)
-            if choice is None:
-                return None
-            sent = Sent(choice, *self._book(choice, request, now, answers))
+        made = self.picks.of(model, request, now, subset=subset, comparable=comparable, answers=answers)
+        if made is None:
+            return None
+        choice, booking = made
+        sent = Sent(choice, booking) if booking is not None else Sent(choice, *self._book(choice, request, now, answers))
         self.slates.picked(model)
         self.routed(model, request, sent.booking.key, choice.resident_tokens, now, choice.ttft_s)
         return sent

@@ -34,6 +34,6 @@ class Tokenise:
         passage.tokens = await self._prompts.in_thread(*self._asked(passage))
 
     def _asked(self, passage: Passage) -> tuple[Sequence[Replica], str, bytes, Mapping[str, Any], str, str | None]:
-        """What `PromptLibrary.tokenize` takes."""
+        """What `PromptLibrary.at_once` takes."""
         body, replicas = passage.body.fields, self._state.directory.replicas_of(passage.model)
         return replicas, passage.path, passage.call.body, body, passage.tenant.name, passage.adapter
