@@ -17,8 +17,8 @@ def test_requests_failures_and_first_tokens() -> None:
     outcomes = Outcomes()
     for code in ("200", "404", "429", "500", "503", "reset", ""):
         outcomes.answered(NEXT.id, code)
-    outcomes.answered(MAIN.id, "200", 0.0101)
-    outcomes.answered(MAIN.id, "200", 1e6)
+    outcomes.answered(MAIN.id, "200", 0.0101, streamed=True)
+    outcomes.answered(MAIN.id, "200", 1e6, streamed=True)
     outcomes.answered("default/gone", "500")
     shown = {it.model: it for it in outcomes.view(Names(Fleet(models=[MAIN, NEXT])))}
     assert set(shown) == {MAIN.id, NEXT.id}

@@ -3,7 +3,7 @@
 import time
 from bisect import bisect_left
 from collections import Counter as Counts
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from importlib.metadata import version
 from itertools import accumulate
 
@@ -13,7 +13,7 @@ from prometheus_client.registry import Collector
 
 from penstock.api import metrics
 from penstock.gateway.load.follower import FleetFollower
-from penstock.gateway.models.outcomes import Outcomes
+from penstock.gateway.models.outcomes import BATCH, Answer, Outcomes
 from penstock.gateway.picker.bookings import State
 from penstock.gateway.picker.compiled import name_of
 from penstock.gateway.residency.index import Knowledge
@@ -34,22 +34,28 @@ class _Times:
         """By bucket; the last has no upper bound."""
         self.sum = 0.0
 
-    def observe(self, seconds: float) -> None:
-        self.counts[bisect_left(self.bounds, seconds)] += 1
-        self.sum += seconds
+    def observe(self, times: Iterable[float]) -> None:
+        for seconds in times:
+            self.counts[bisect_left(self.bounds, seconds)] += 1
+            self.sum += seconds
 
     def add_to(self, family: HistogramMetricFamily, *labels: str) -> None:
         family.add_metric(labels, _counts(self.bounds, self.counts), self.sum)
 
 
 class PickerMetrics(Collector):
-    """Counted as it happens, in plain numbers: each counter of the library takes a lock of its own for each request."""
+    """Kept as it happens and counted many at once: each counter of the library takes a lock of its own for each request."""
 
     def __init__(self, registry: CollectorRegistry, outcomes: Outcomes) -> None:
         self._outcomes = outcomes
+        outcomes.listeners.append(self._count_answers)
+        self.answered = outcomes.answered
+        """One request for a model; see there."""
         self.refusals = Counter(
             metrics.PICK_REFUSALS, "Requests that the picker refused, by reason", ["reason"], registry=registry
         )
+        self._picked: list[tuple[str, str, float]] = []
+        """What `picked` was told and is not counted yet."""
         self._picks: Counts[tuple[str, str]] = Counts()
         """By pool and policy."""
         self._pick_seconds = _Times(PICK_BUCKETS)
@@ -61,22 +67,28 @@ class PickerMetrics(Collector):
 
     def picked(self, pool: str, policy: str, seconds: float) -> None:
         """One request sent to a replica of `pool`, and how long the pick took."""
-        self._picks[pool, policy] += 1
-        self._pick_seconds.observe(seconds)
+        self._picked.append((pool, policy, seconds))
+        if len(self._picked) >= BATCH:
+            self._count_picks()
 
-    def answered(self, model: str, code: str, seconds: float | None = None, *, streamed: bool = False) -> None:
-        """One request for a model: the status it got, or why it got none; how long a good one took to begin, and whether that is
-        the time to its first token."""
-        self._outcomes.answered(model, code, seconds if streamed else None)
-        self._requests[model, code] += 1
-        if seconds is not None:
-            times = self._response_seconds.get(model)
-            if times is None:
-                times = self._response_seconds[model] = _Times(RESPONSE_BUCKETS)
-            times.observe(seconds)
+    def _count_picks(self) -> None:
+        picked, self._picked = self._picked, []
+        self._picks.update([(pool, policy) for pool, policy, _ in picked])
+        self._pick_seconds.observe([seconds for _, _, seconds in picked])
+
+    def _count_answers(self, answers: Sequence[Answer]) -> None:
+        self._requests.update([(model, code) for model, code, _, _ in answers])
+        for model, _, seconds, _ in answers:
+            if seconds is not None:
+                times = self._response_seconds.get(model)
+                if times is None:
+                    times = self._response_seconds[model] = _Times(RESPONSE_BUCKETS)
+                times.observe((seconds,))
 
     def collect(self) -> Iterator[Metric]:
         """Yield the metric families of one scrape."""
+        self._count_picks()
+        self._outcomes.settle()
         picks = CounterMetricFamily(metrics.PICKS, "Requests sent to a replica", labels=["pool", "policy"])
         for labels, count in self._picks.items():
             picks.add_metric(labels, count)
