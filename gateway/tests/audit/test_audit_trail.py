@@ -5,12 +5,13 @@ import logging
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
 from prometheus_client import CollectorRegistry
 
-from penstock.api import headers
 from penstock.api.events import RequestFinished
 from penstock.gateway.audit import writer as writers
 from penstock.gateway.audit.entry import Entry
@@ -36,11 +37,10 @@ class Story:
 
     def routed(self, request_id: str = "one", *, envoy: bool = True, finishes: int = 1) -> Booking:
         booking = self.bookings.book(request_id, KEY, 10, self.now)
-        log = {headers.BOOKING: "b-1"} if envoy else {}
+        choice: Any = SimpleNamespace(policy="Cost", scores=[0.41, 0.97], next_best=("r2", 0.97), resident_tokens=48)
         routed = Routed(
             endpoints=["a:8000"], pool=None, booking=booking, model="ns/m", name="m", came=self.now - 0.5, decided=self.now,
-            tenant="search", adapter="sql", policy="Cost", score=0.41, next_best=("r2", 0.97),
-            prompt_tokens=64, resident_tokens=48, finishes=finishes, log=log,
+            tenant="search", adapter="sql", choice=choice, prompt_tokens=64, finishes=finishes, named="b-1" if envoy else None,
         )  # fmt: skip
         self.trail.routed(CALL, routed)
         return booking

@@ -105,8 +105,8 @@ KEY = ReplicaKey("a", 8000)
 
 
 def routed(bookings: Bookings, name: str) -> Routed:
-    booking, log = bookings.book("r", KEY, 10, 0.0), {headers.BOOKING: name}
-    return Routed(endpoints=["a:8000"], pool="p", booking=booking, model="m", name="m", came=0.0, log=log)
+    booking = bookings.book("r", KEY, 10, 0.0)
+    return Routed(endpoints=["a:8000"], pool="p", booking=booking, model="m", name="m", came=0.0, named=name)
 
 
 def test_what_is_released_is_remembered_for_one_more_sweep() -> None:

@@ -30,6 +30,7 @@ from penstock.gateway.picker.figures import Figures, Rates
 from penstock.gateway.picker.folded import common, folding
 from penstock.gateway.picker.request import Prompt, RequestView
 from penstock.gateway.picker.state import FleetState
+from penstock.gateway.picker.usual import told
 from penstock.gateway.residency.index import ResidencyIndex
 
 pytest.importorskip(MODULE, reason="penstock-gateway-native is not built: make native")
@@ -38,6 +39,8 @@ MODEL = Model(id="b/m", served_names=["m"])
 BLOCK = 16
 TREE = [[random.Random(branch * 100 + depth).randbytes(32) for depth in range(12)] for branch in range(4)]
 """Hashes of four prompts, which share their first blocks by pairs."""
+AT_ONCE = ("policy", "replica", "endpoints", "resident_tokens", "scores", "next_best", "ttft_s", "hop")
+"""What a choice says without being put together."""
 for pair in (0, 2):
     TREE[pair + 1][:5] = TREE[pair][:5]
 
@@ -138,7 +141,9 @@ class World:
         sent = state.send(MODEL, asked, self.now, comparable=among, answers=answers)
         assert sent is not None and sent.booking.key == choice.key
         self._booked.append(sent.booking)
-        return sent.choice
+        whole = told(sent.choice)
+        assert [getattr(sent.choice, name) for name in AT_ONCE] == [getattr(whole, name) for name in AT_ONCE]
+        return whole
 
     def bookings(self) -> tuple[object, ...]:
         """All that is known of the bookings and of reports; those of several replicas end in any order."""
@@ -265,7 +270,7 @@ class World:
 
 def chosen(state: FleetState, *asked: Any, **among: Any) -> Choice | None:
     made = state.picks.of(*asked, **among)
-    return None if made is None else made[0]
+    return None if made is None else told(made[0])
 
 
 def seen(choice: Choice) -> tuple[object, ...]:
@@ -379,22 +384,22 @@ def test_a_decision_is_told_as_it_was_made(compiled: Compiled | None) -> None:
         ]
         return Fleet(models=[MODEL], pools=[Pool(id="b/m/p", model=MODEL.id)], replicas=replicas)
 
-    def told(choice: Choice) -> tuple[object, ...]:
+    def all_of(choice: Choice) -> tuple[object, ...]:
         return seen(choice), choice.ranked, choice.rejected, choice.next_best, choice.whole.endpoints, choice.whole.last_resorts
 
     state, asked = FleetState(compiled=compiled), RequestView(id="q", path="", model="m", prompts=(Prompt(40),))
     state.update(fleet(False, True, True))
     choice = chosen(state, MODEL, asked, 0.0)
     assert choice is not None
-    before = told(choice)
+    before = all_of(choice)
     assert [it.name for it in choice.rejected] == ["r0"]
     state.unreachable(choice.key, 1.0)
     state.reported(choice.key, LoadReport(epoch=1, seq=1, num_requests_running=9, max_num_seqs=9, decode_step_s=0.5), 1.0)
     state.update(fleet(True, True, False, True, True))
-    assert told(choice) == before
+    assert all_of(choice) == before
     later = chosen(state, MODEL, asked, 2.0)
     assert later is not None
-    assert told(later) != before
+    assert all_of(later) != before
 
 
 def test_another_hash_than_ours_is_a_name_too() -> None:

@@ -3,7 +3,6 @@
 import time
 from collections.abc import Callable
 
-from penstock.api import headers
 from penstock.api.events import Event, RequestFinished
 from penstock.gateway.audit.entry import MAX_ID, Entry, entry_of
 from penstock.gateway.extproc.call import Call, Refused, Routed
@@ -27,7 +26,7 @@ class _Open:
         self.came = routed.came
         self.waited_s = max(routed.decided - routed.came, 0.0)
         self.finishes = routed.finishes
-        self.told_by_envoy = headers.BOOKING in routed.log
+        self.told_by_envoy = routed.named is not None
         self.heard = False
         """True once the engine has reported the end of at least one answer."""
         self.over = not self.told_by_envoy
@@ -88,13 +87,14 @@ class Trail:
 
     def routed(self, call: Call, routed: Routed) -> None:
         """The request goes to a replica."""
-        entry, prefill = self._entry(call), routed.prefill_booking
+        entry, prefill, choice = self._entry(call), routed.prefill_booking, routed.choice
+        assert choice is not None
         entry.request_id = routed.booking.request_id[:MAX_ID]
         entry.tenant, entry.model, entry.adapter = routed.tenant or None, routed.model, routed.adapter
-        entry.policy, entry.score = routed.policy, round(routed.score, 6)
-        if routed.next_best is not None:
-            entry.next_best, entry.next_score = routed.next_best[0], round(routed.next_best[1], 6)
-        entry.prompt_tokens, entry.predicted_cached_tokens = routed.prompt_tokens, routed.resident_tokens
+        entry.policy, entry.score = choice.policy, round(choice.scores[0], 6)
+        if (next_best := choice.next_best) is not None:
+            entry.next_best, entry.next_score = next_best[0], round(next_best[1], 6)
+        entry.prompt_tokens, entry.predicted_cached_tokens = routed.prompt_tokens, choice.resident_tokens
         entry.prefill_replica_uid = None if prefill is None else prefill.key.uid
         its = _Open(entry, routed)
         entry.waited_ms = _ms(its.waited_s)

@@ -22,7 +22,6 @@ from penstock.gateway.extproc.wire import Fields, Pick, Wire, overwrite, send_on
 
 CHUNK_BYTES = 62_000
 """Envoy takes at most 64 KiB a message."""
-MAX_NAME = 256
 _KINDS: dict[int, str] = dict.fromkeys((400, 404, 405, 413, 415), "invalid_request_error")
 _KINDS |= {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 _CONTROL = frozenset(headers.CONTROL_HEADERS)
@@ -51,15 +50,15 @@ def pick(routed: Routed) -> Pick:
         sets.append((headers.POOL, routed.pool))
     else:
         removes.append(headers.POOL)
-    if routed.prefiller is not None:
-        sets.append((headers.PREFILLER, routed.prefiller))
+    if routed.prefill_booking is not None and routed.choice is not None and (hop := routed.choice.hop) is not None:
+        sets.append((headers.PREFILLER, hop.replica.endpoint))
         kept.append(headers.PREFILLER)
     if routed.request_id is not None:
         sets.append((headers.REQUEST_ID, routed.request_id))
     # As metadata too, for gateways that read it there.
     metadata: list[tuple[str, Fields]] = [(headers.METADATA_NAMESPACE, {headers.DESTINATION: destination})]
-    if routed.log:
-        metadata.append((headers.LOG_NAMESPACE, routed.log))
+    if log := routed.log:
+        metadata.append((headers.LOG_NAMESPACE, log))
     return Pick(_control(*kept), sets + routed.sets, removes, metadata)
 
 
@@ -143,13 +142,6 @@ def request_trailers() -> ProcessingResponse:
 def response_trailers() -> ProcessingResponse:
     """Response trailers pass unchanged."""
     return ProcessingResponse(response_trailers=TrailersResponse())
-
-
-def printable(name: str) -> str:
-    """A name as the value of a header: that of an open pool is whatever a client has called it."""
-    if len(name) <= MAX_NAME and name.isascii() and name.isprintable():
-        return name
-    return "".join(letter if " " <= letter <= "~" else "?" for letter in name[:MAX_NAME])
 
 
 def _chunks(body: bytes) -> Iterator[tuple[bytes, bool]]:

@@ -1,5 +1,6 @@
 """What the Envoy wire and the director say to each other: a request, its destination or its refusal, its response."""
 
+import functools
 from collections.abc import Sequence
 
 import msgspec
@@ -8,6 +9,7 @@ from penstock.api import headers
 from penstock.api.tracing import TRACEPARENT
 from penstock.gateway.picker.bookings import Booking
 from penstock.gateway.picker.subset import Subset
+from penstock.gateway.picker.usual import Made
 
 READ = frozenset(
     (
@@ -17,6 +19,7 @@ READ = frozenset(
     )
 )
 """The headers that anybody here looks at, of requests and of responses: our own Envoy sends no others, and no others are read."""
+MAX_NAME = 256
 SHUTTING_DOWN = "shutting_down"
 """Why a gateway process that is going refuses what it has not decided."""
 
@@ -62,35 +65,49 @@ class Routed(msgspec.Struct, frozen=True, kw_only=True):
     """Name of the tenant; empty if the gateway does not tell clients apart."""
     adapter: str | None = None
     """The LoRA adapter that it names."""
-    policy: str = ""
-    """The policy that picked the replica."""
-    score: float = 0.0
-    """Score of the pick. The least wins."""
-    next_best: tuple[str, float] | None = None
-    """The second-best replica and its score."""
+    choice: Made | None = None
+    """What made it; None where nobody chose among replicas."""
     prompt_tokens: int = 0
-    resident_tokens: int = 0
-    """Prompt tokens that the replica's cache is believed to hold."""
     decided: float = 0.0
     """When it was picked; monotonic seconds."""
     finishes: int = 1
     """How many ends its engine will tell: one for each answer to each prompt."""
-    prefiller: str | None = None
-    """`ip:port` of the replica that computes the prompt, if it is another one."""
     prefill_booking: Booking | None = None
     """Booking at the replica that computes the prompt."""
     explanation: str | None = None
     """Why, where the client asked."""
     request_id: str | None = None
     """Made up here, where the request came without one."""
-    log: dict[str, str | float] = {}
-    """What Envoy's access log shows of the decision: names and figures, nothing of the prompt."""
+    named: str | None = None
+    """What our own Envoy calls it when it tells of its response and of its end; None: another gateway asks."""
     sets: list[tuple[str, str]] = []
     """More request headers for the replica."""
     removes: tuple[str, ...] = ()
     """Request headers that the replica does not get to see."""
     body: bytes | None = None
     """What goes on instead of the client's body; None where that goes on unchanged."""
+
+    @property
+    def log(self) -> dict[str, str | float]:
+        """What our own Envoy's access log shows of the decision, and comes back with the response: names and figures, nothing of
+        the prompt."""
+        choice = self.choice
+        if self.named is None or choice is None:
+            return {}
+        log: dict[str, str | float] = {
+            headers.BOOKING: self.named,
+            "model": self.model,
+            headers.NAME: printable(self.name),
+            "tenant": self.tenant,
+            "policy": choice.policy,
+            "score": choice.scores[0],
+            "prompt_tokens": self.prompt_tokens,
+            "resident_tokens": choice.resident_tokens,
+            "waited_ms": round((self.decided - self.came) * 1e6) / 1e3,
+        }
+        if self.explanation is not None:
+            log[headers.REASONS] = self.explanation
+        return log
 
 
 class Answered(msgspec.Struct, frozen=True, kw_only=True):
@@ -151,3 +168,11 @@ class Refused(Exception):
         """Name of the tenant, once it is known."""
         self.model: str | None = None
         """`Model.id` of what it asked for, as far as that was found."""
+
+
+@functools.lru_cache(maxsize=1024)
+def printable(name: str) -> str:
+    """A name as the value of a header: that of an open pool is whatever a client has called it."""
+    if len(name) <= MAX_NAME and name.isascii() and name.isprintable():
+        return name
+    return "".join(letter if " " <= letter <= "~" else "?" for letter in name[:MAX_NAME])

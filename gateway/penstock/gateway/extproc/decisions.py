@@ -6,8 +6,9 @@ from itertools import islice
 import msgspec
 
 from penstock.gateway.picker.candidates import Rejected
-from penstock.gateway.picker.choice import Choice, Ranked
+from penstock.gateway.picker.choice import Ranked
 from penstock.gateway.picker.request import RequestView
+from penstock.gateway.picker.usual import Made, told
 
 KEPT = 256
 REJECTED_SHOWN = 10
@@ -48,32 +49,28 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     rejected: list[Rejected]
 
 
-class _Kept(msgspec.Struct, frozen=True):
-    """A decision as it was made; what people read is made of it when they do."""
+_Kept = tuple[float, str, str, float, Made]
+"""A decision as it was made: Unix time, the request's id and model, how long it had waited, the choice."""
 
-    time: float
-    request_id: str
-    model: str
-    waited_s: float
-    choice: Choice
 
-    def decision(self) -> Decision:
-        choice, whole = self.choice, self.choice.whole
-        return Decision(
-            time=self.time,
-            request_id=self.request_id,
-            model=self.model,
-            policy=choice.policy,
-            picked=choice.replica.title,
-            prefilled_by=None if choice.hop is None else choice.hop.replica.title,
-            endpoints=choice.endpoints,
-            prompt_tokens=whole.prompt_tokens,
-            tokens_unknown=whole.tokens_unknown,
-            waited_s=self.waited_s,
-            reasons=choice.reasons,
-            candidates=[_scored(entry) for entry in choice.ranked],
-            rejected=choice.rejected[:REJECTED_SHOWN],
-        )
+def _decision(time: float, request_id: str, model: str, waited_s: float, made: Made) -> Decision:
+    """What people read of a decision."""
+    choice = told(made)
+    return Decision(
+        time=time,
+        request_id=request_id,
+        model=model,
+        policy=choice.policy,
+        picked=choice.replica.title,
+        prefilled_by=None if choice.hop is None else choice.hop.replica.title,
+        endpoints=choice.endpoints,
+        prompt_tokens=choice.whole.prompt_tokens,
+        tokens_unknown=choice.whole.tokens_unknown,
+        waited_s=waited_s,
+        reasons=choice.reasons,
+        candidates=[_scored(entry) for entry in choice.ranked],
+        rejected=choice.rejected[:REJECTED_SHOWN],
+    )
 
 
 def _scored(entry: Ranked) -> Scored:
@@ -97,14 +94,13 @@ class DecisionLog:
     def __init__(self) -> None:
         self._decisions: deque[_Kept] = deque(maxlen=KEPT)
 
-    def add(self, request: RequestView, choice: Choice, waited_s: float, time: float) -> None:
+    def add(self, request: RequestView, choice: Made, waited_s: float, time: float) -> None:
         """Notes a pick made at Unix time `time`."""
-        self._decisions.append(_Kept(time, request.id, request.model, waited_s, choice))
+        self._decisions.append((time, request.id, request.model, waited_s, choice))
 
     def last(self, count: int, model: str | None = None, request_id: str | None = None) -> list[Decision]:
         """The newest `count` decisions, newest first; only those of a model (as clients call it) or a request where one is
         named."""
-        found = (
-            kept for kept in reversed(self._decisions) if model in (None, kept.model) and request_id in (None, kept.request_id)
-        )
-        return [kept.decision() for kept in islice(found, max(count, 0))]
+        newest = reversed(self._decisions)
+        found = (kept for kept in newest if request_id in (None, kept[1]) and model in (None, kept[2]))
+        return [_decision(*kept) for kept in islice(found, max(count, 0))]

@@ -4,7 +4,6 @@ import itertools
 import secrets
 from collections import OrderedDict
 
-from penstock.api import headers
 from penstock.gateway.extproc.call import Routed
 from penstock.gateway.load.reports import ReportStore
 from penstock.gateway.picker.bookings import Booking, Bookings, State
@@ -69,7 +68,8 @@ class Underway:
 
     def passed_on(self, routed: Routed) -> None:
         """Record that no exchange observes the request until its response comes."""
-        self._unwatched.add(str(routed.log[headers.BOOKING]))
+        assert routed.named is not None
+        self._unwatched.add(routed.named)
 
     def ended(self, name: str) -> Routed | None:
         """Envoy has done with the request, whatever became of it; returns what `get` would have."""

@@ -11,7 +11,7 @@ from penstock.gateway.picker.disaggregation import Hop, Joint, join
 from penstock.gateway.picker.figures import Floats, at
 from penstock.gateway.picker.policies import POLICIES, Policy
 from penstock.gateway.picker.ranking import ByCompiledPrice, ByScore, Ranking
-from penstock.gateway.picker.slate import Sketch, Slate
+from penstock.gateway.picker.slate import Slate
 from penstock.gateway.picker.subset import Subset
 
 MAX_ENDPOINTS = 4
@@ -41,12 +41,12 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
     """Prompt tokens that its prefix cache and its tiers would supply."""
     endpoints: list[str]
     """The ordered list for Envoy: replicas of the pick's pool, since a list cannot cross clusters."""
-    made_of: Slate | Sketch
+    whole: Slate
     """All that it was made of; its figures have gone on since."""
     rows: list[int]
     """The best candidates in order of preference."""
-    figures: Floats | None = None
-    """Their figures at the moment of the pick; None: `made_of` has them."""
+    table: Floats
+    """Their figures at the moment of the pick, float64 [figures, candidates]."""
     scores: list[float]
     """Theirs."""
     limit: float
@@ -64,20 +64,6 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
     def key(self) -> ReplicaKey:
         """Key of the picked replica."""
         return key_of(self.replica)
-
-    @property
-    def whole(self) -> Slate:
-        """All that it was made of, as a slate."""
-        made_of = self.made_of
-        return made_of if isinstance(made_of, Slate) else made_of.slate()
-
-    @property
-    def table(self) -> Floats:
-        """The figures of the best candidates at the moment of the pick, float64 [figures, candidates]."""
-        if self.figures is not None:
-            return self.figures
-        assert isinstance(self.made_of, Sketch)
-        return self.made_of.best()
 
     @property
     def slate(self) -> Slate:
@@ -112,7 +98,7 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
         """The second in order of preference, and its score; None where there is no other."""
         if len(self.scores) < 2:
             return None
-        replica = self.made_of.replicas[self.rows[1]]
+        replica = self.whole.replicas[self.rows[1]]
         assert replica is not None
         return replica.title, self.scores[1]
 
@@ -184,9 +170,9 @@ def choose(
         replica=replica,
         resident_tokens=int(slate.found[best]),
         endpoints=_endpoints(slate, ranking, limit, rows, same_layout=hop is not None),
-        made_of=slate,
+        whole=slate,
         rows=rows,
-        figures=slate.table.take(rows, axis=1),
+        table=slate.table.take(rows, axis=1),
         scores=scores,
         limit=limit,
         subset=subset,

@@ -11,7 +11,7 @@ import numpy as np
 from penstock.api.fleet import Model
 from penstock.gateway.picker.bookings import Booking
 from penstock.gateway.picker.candidates import ReplicaKey
-from penstock.gateway.picker.choice import JOINT_POLICY, MAX_ENDPOINTS, RANKED, Choice, choose
+from penstock.gateway.picker.choice import JOINT_POLICY, RANKED, choose
 from penstock.gateway.picker.columns import Columns
 from penstock.gateway.picker.coming import Coming
 from penstock.gateway.picker.compiled import Compiled
@@ -19,9 +19,10 @@ from penstock.gateway.picker.cost import horizon
 from penstock.gateway.picker.places import Places
 from penstock.gateway.picker.policies import POLICIES
 from penstock.gateway.picker.request import RequestView
-from penstock.gateway.picker.slate import Sketch, word_of
+from penstock.gateway.picker.slate import word_of
 from penstock.gateway.picker.slates import Slates
 from penstock.gateway.picker.subset import Subset
+from penstock.gateway.picker.usual import Made, UsualChoice
 from penstock.gateway.residency.tiers import Tiers
 
 _TOLERANCE = POLICIES[JOINT_POLICY].tolerance
@@ -52,7 +53,7 @@ class Picks:
         excluded: Collection[ReplicaKey] = (),
         comparable: Collection[ReplicaKey] | None = None,
         answers: int | None = None,
-    ) -> tuple[Choice, Booking | None] | None:
+    ) -> tuple[Made, Booking | None] | None:
         """The choice, and the booking where the request went the short way and was booked; None where no replica may be picked.
         See `Slates.of` for the arguments.
 
@@ -101,7 +102,7 @@ class Picks:
         now: float,
         comparable: Collection[ReplicaKey] | None,
         books: tuple[str, int] | None,
-    ) -> tuple[Choice, Booking | None]:
+    ) -> tuple[Made, Booking | None]:
         compiled = self._compiled
         assert compiled is not None
         (prompt,), block_size = request.prompts, request.block_size
@@ -125,20 +126,9 @@ class Picks:
         )
         if books is not None:
             columns.sent()
-        rows = picked.rows
-        replica = columns.replicas[rows[0]]
-        assert replica is not None
-        choice = Choice(
-            policy=JOINT_POLICY,
-            replica=replica,
-            resident_tokens=picked.resident_tokens,
-            endpoints=[columns.endpoints[row] for row in rows[:MAX_ENDPOINTS]],
-            made_of=Sketch(request, columns, columns.seats, picked, now, self._slates.turn(model), model.weights, rates),
-            rows=rows,
-            scores=picked.scores,
-            limit=picked.limit,
-            subset=None,
-            excluded=(),
-            ttft_s=picked.ttft_s,
+        choice = UsualChoice(
+            *(picked, picked.rows, picked.scores, picked.resident_tokens, picked.ttft_s, columns, columns.seats),
+            *(request.id, prompt.tokens, block_size, request.max_tokens, request.tokens_unknown),
+            *(now, self._slates.turn(model), model.weights, rates),
         )
         return choice, picked.booking

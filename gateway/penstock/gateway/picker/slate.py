@@ -9,7 +9,6 @@ from numpy.typing import NDArray
 
 from penstock.api.fleet import Replica, Weights
 from penstock.gateway.picker.columns import Columns, Seats
-from penstock.gateway.picker.compiled import Picked
 from penstock.gateway.picker.figures import Bools, Figures, Floats, Rates, Rows, at
 from penstock.gateway.picker.request import RequestView
 
@@ -131,33 +130,19 @@ def slate_of(
     )
 
 
-class Sketch(msgspec.Struct, frozen=True):
-    """What the slate of a usual request is made of where somebody asks: all rows that may take requests, none of them a last
-    resort, and neither an adapter nor images."""
-
-    request: RequestView
-    columns: Columns
-    seats: Seats
-    picked: Picked
-    now: float
-    turn: int
-    weights: Weights
-    rates: Rates
-
-    @property
-    def replicas(self) -> Sequence[Replica | None]:
-        """The replica in each row; None: the row is blank."""
-        return self.seats.replicas
-
-    def best(self) -> Floats:
-        """The figures of the best rows, as they were; float64 [figures, best rows]."""
-        return np.frombuffer(self.picked.table()).reshape(len(Figures._fields), -1)
-
-    def slate(self) -> Slate:
-        """The slate, as it was."""
-        seats, resident = self.seats, np.frombuffer(self.picked.resident())
-        given = self.request, self.columns, seats, seats.open, resident, self.now, self.turn, self.weights, self.rates
-        return _slate(*given, found=resident)
+def slate_of_all(
+    request: RequestView,
+    columns: Columns,
+    seats: Seats,
+    resident: Floats,
+    now: float,
+    turn: int,
+    weights: Weights,
+    rates: Rates,
+) -> Slate:
+    """The slate of a request with neither an adapter nor images among all rows of `seats` that may take requests, none of them a
+    last resort."""
+    return _slate(request, columns, seats, seats.open, resident, now, turn, weights, rates, found=resident)
 
 
 def _slate(

@@ -25,6 +25,7 @@ from penstock.gateway.picker.places import Places
 from penstock.gateway.picker.request import RequestView
 from penstock.gateway.picker.slates import Slates
 from penstock.gateway.picker.subset import Subset
+from penstock.gateway.picker.usual import Made, told
 from penstock.gateway.residency.beliefs import Beliefs
 from penstock.gateway.residency.index import MAX_BLOCKS, Knowledge
 from penstock.gateway.residency.tiers import Tiers
@@ -33,7 +34,7 @@ from penstock.gateway.residency.tiers import Tiers
 class Sent(NamedTuple):
     """A request that goes to a replica."""
 
-    choice: Choice
+    choice: Made
     booking: Booking
     prefill_booking: Booking | None = None
     """At the replica that computes the prompt, if that is another one."""
@@ -144,7 +145,7 @@ class FleetState:
         if made is None:
             return None
         choice, booking = made
-        sent = Sent(choice, booking) if booking is not None else Sent(choice, *self._book(choice, request, now, answers))
+        sent = Sent(choice, booking) if booking is not None else Sent(choice, *self._book(told(choice), request, now, answers))
         self.slates.picked(model)
         self.routed(model, request, sent.booking.key, choice.resident_tokens, now, choice.ttft_s)
         return sent

@@ -7,15 +7,14 @@ from typing import Any
 import orjson
 
 from penstock.api import headers
-from penstock.gateway.extproc.answers import printable
 from penstock.gateway.extproc.call import Refused, Routed
 from penstock.gateway.extproc.decisions import DecisionLog
 from penstock.gateway.extproc.passage import Passage
 from penstock.gateway.extproc.underway import Underway
 from penstock.gateway.http.metrics import PickerMetrics
-from penstock.gateway.picker.choice import Choice
 from penstock.gateway.picker.request import RequestView
 from penstock.gateway.picker.state import FleetState
+from penstock.gateway.picker.usual import Made, told
 from penstock.prompt.processor import EMBEDDINGS_PATH
 
 EXPLAIN = "explain"
@@ -50,7 +49,7 @@ class Pick:
                 raise Refused(503, message, "no_ready_replica", retry_after_s=SUBSET_RETRY_S)
             return None
         choice, booking, prefill_booking = sent
-        prompt_tokens, pool, hop = request.prompt_tokens, choice.replica.pool, choice.hop
+        pool = choice.replica.pool
         self._decisions.add(request, choice, decided - passage.came, time.time())
         self._metrics.picked(pool, choice.policy, time.monotonic() - decided)
         name = self._underway.name() if call.inference_pool is None else None
@@ -64,18 +63,14 @@ class Pick:
             came=passage.came,
             tenant=passage.tenant.name,
             adapter=passage.adapter,
-            policy=choice.policy,
-            score=choice.scores[0],
-            next_best=choice.next_best,
-            prompt_tokens=prompt_tokens,
-            resident_tokens=choice.resident_tokens,
+            choice=choice,
+            prompt_tokens=request.prompt_tokens,
             decided=decided,
             finishes=finishes,
-            prefiller=None if hop is None else hop.replica.endpoint,
             prefill_booking=prefill_booking,
             explanation=explanation,
             request_id=None if call.headers.get(headers.REQUEST_ID) else request.id,
-            log={} if name is None else _for_the_log(name, passage, prompt_tokens, choice, explanation, decided),
+            named=name,
             sets=_for_the_replica(passage, booking.key.rank, decided),
             removes=("authorization", *headers.API_KEYS) if passage.conceals else (),
             body=body,
@@ -94,26 +89,6 @@ def _for_the_replica(passage: Passage, rank: int | None, now: float) -> list[tup
         left_s = passage.came + passage.patience_s - now
         sets.append((headers.TIMEOUT, str(max(int(left_s * 1000), 1))))
     return sets
-
-
-def _for_the_log(
-    name: str, passage: Passage, prompt_tokens: int, choice: Choice, explanation: str | None, now: float
-) -> dict[str, str | float]:
-    """Return the decision's notes for the access log and the response; `Routed.log` names the fields."""
-    log: dict[str, str | float] = {
-        headers.BOOKING: name,
-        "model": passage.model.id,
-        headers.NAME: printable(passage.name),
-        "tenant": passage.tenant.name,
-        "policy": choice.policy,
-        "score": choice.scores[0],
-        "prompt_tokens": prompt_tokens,
-        "resident_tokens": choice.resident_tokens,
-        "waited_ms": round((now - passage.came) * 1e6) / 1e3,
-    }
-    if explanation is not None:
-        log[headers.REASONS] = explanation
-    return log
 
 
 def _renamed(passage: Passage) -> bytes | None:
@@ -151,6 +126,6 @@ def _answers(fields: Mapping[str, Any]) -> int:
     return max(counts) if counts else 1
 
 
-def _one_line(choice: Choice) -> str:
+def _one_line(choice: Made) -> str:
     """The reasons as the value of a header."""
-    return "; ".join(choice.reasons).encode("ascii", "replace").decode().replace("\n", " ")
+    return "; ".join(told(choice).reasons).encode("ascii", "replace").decode().replace("\n", " ")

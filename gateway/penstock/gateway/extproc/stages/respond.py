@@ -6,8 +6,7 @@ from collections.abc import Mapping
 
 from penstock.api import headers, load_report
 from penstock.api.load_report import LoadReport, LoadReportError
-from penstock.gateway.extproc import answers
-from penstock.gateway.extproc.call import ResponseHead, Routed
+from penstock.gateway.extproc.call import ResponseHead, Routed, printable
 from penstock.gateway.flow.gate import FlowGate
 from penstock.gateway.http.metrics import PickerMetrics
 from penstock.gateway.load.foreign import from_orca
@@ -38,7 +37,7 @@ class Respond:
             return []
         key = self.take_in(routed, head, time.monotonic())
         added = [] if key is None else [(headers.REPLICA, key.uid)]
-        added.append((headers.MODEL, answers.printable(routed.name)))
+        added.append((headers.MODEL, printable(routed.name)))
         if routed.explanation is not None:
             added.append((headers.DECISION, routed.explanation))
         return added
