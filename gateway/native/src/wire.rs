@@ -41,6 +41,17 @@ type Read<'py> = (
     Option<String>,
 );
 
+/// What the answers to requests that go on as nearly all do have in common; see `penstock.gateway.picker.compiled.Compiled.Exchanges`.
+#[derive(FromPyObject)]
+pub struct Usual {
+    mutation: Vec<u8>,
+    destination: String,
+    pool: String,
+    metadata: String,
+    log: String,
+    notes: Vec<String>,
+}
+
 /// Reads and writes messages.
 #[pyclass(frozen)]
 pub struct Wire {
@@ -138,16 +149,9 @@ impl Wire {
         removes: Vec<PyBackedStr>,
         metadata: Vec<(PyBackedStr, Bound<'_, PyDict>)>,
     ) -> PyResult<Vec<u8>> {
-        let mut out = Vec::with_capacity(PICKED_BYTES + mutation.len());
-        fields::message(&mut out, 1, |out| {
-            fields::message(out, 1, |out| {
-                fields::message(out, 2, |out| {
-                    out.extend_from_slice(mutation);
-                    sets.iter().for_each(|(name, value)| overwrite(out, name, value));
-                    removes.iter().for_each(|name| field(out, 2, name.as_bytes()));
-                });
-                out.extend_from_slice(&CLEAR_ROUTE_CACHE);
-            });
+        let mut out = sent_on(mutation, |out| {
+            sets.iter().for_each(|(name, value)| overwrite(out, name, value));
+            removes.iter().for_each(|name| field(out, 2, name.as_bytes()));
         });
         if !metadata.is_empty() {
             fields::message(&mut out, 8, |out| {
@@ -156,6 +160,24 @@ impl Wire {
                     .try_for_each(|(name, fields)| entry(out, name, |out| fields::message(out, 5, |out| all(out, fields))))
             })?;
         }
+        Ok(out)
+    }
+
+    /// As `picked_of`, for a request that goes on as nearly all do.
+    pub fn usual_of(usual: &Usual, endpoints: &str, pool: &str, notes: &Bound<'_, PyTuple>) -> PyResult<Vec<u8>> {
+        let mut out = sent_on(&usual.mutation, |out| {
+            overwrite(out, &usual.destination, endpoints);
+            overwrite(out, &usual.pool, pool);
+        });
+        fields::message(&mut out, 8, |out| {
+            entry(out, &usual.metadata, |out| {
+                fields::message(out, 5, |out| entry(out, &usual.destination, |out| field(out, 3, endpoints.as_bytes())))
+            });
+            entry(out, &usual.log, |out| {
+                let mut noted = usual.notes.iter().zip(notes);
+                fields::message(out, 5, |out| noted.try_for_each(|(name, note)| entry(out, name, |out| value(out, &note))))
+            })
+        })?;
         Ok(out)
     }
 
@@ -261,6 +283,21 @@ fn overwrite(out: &mut Vec<u8>, name: &str, value: &str) {
     });
 }
 
+/// What answers the headers of a request that goes on: a mutation in bytes, and what `more` adds to it.
+fn sent_on(mutation: &[u8], more: impl FnOnce(&mut Vec<u8>)) -> Vec<u8> {
+    let mut out = Vec::with_capacity(PICKED_BYTES + mutation.len());
+    fields::message(&mut out, 1, |out| {
+        fields::message(out, 1, |out| {
+            fields::message(out, 2, |out| {
+                out.extend_from_slice(mutation);
+                more(out);
+            });
+            out.extend_from_slice(&CLEAR_ROUTE_CACHE);
+        });
+    });
+    out
+}
+
 /// What is in a map, whose field is 1, as in `Struct`: `value` writes the fields of a message.
 fn entry<R>(out: &mut Vec<u8>, name: &str, value: impl FnOnce(&mut Vec<u8>) -> R) -> R {
     fields::message(out, 1, |out| {
@@ -271,17 +308,20 @@ fn entry<R>(out: &mut Vec<u8>, name: &str, value: impl FnOnce(&mut Vec<u8>) -> R
 
 /// The fields of a `Struct`: texts and numbers.
 fn all(out: &mut Vec<u8>, fields: &Bound<'_, PyDict>) -> PyResult<()> {
-    for (name, value) in fields {
-        entry(out, name.cast::<PyString>()?.to_str()?, |out| -> PyResult<()> {
-            match value.cast::<PyString>() {
-                Ok(text) => field(out, 3, text.to_str()?.as_bytes()),
-                Err(_) => {
-                    out.push(NUMBER);
-                    out.extend_from_slice(&value.extract::<f64>()?.to_le_bytes());
-                }
-            }
-            Ok(())
-        })?;
+    for (name, it) in fields {
+        entry(out, name.cast::<PyString>()?.to_str()?, |out| value(out, &it))?;
+    }
+    Ok(())
+}
+
+/// A `Value`: a text or a number.
+fn value(out: &mut Vec<u8>, value: &Bound<'_, PyAny>) -> PyResult<()> {
+    match value.cast::<PyString>() {
+        Ok(text) => field(out, 3, text.to_str()?.as_bytes()),
+        Err(_) => {
+            out.push(NUMBER);
+            out.extend_from_slice(&value.extract::<f64>()?.to_le_bytes());
+        }
     }
     Ok(())
 }

@@ -4,8 +4,10 @@ else a proxy may say, cut anywhere."""
 import asyncio
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
+from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 from hpack import Encoder
 from hypothesis import given, settings
@@ -44,6 +46,18 @@ def no_clock() -> Iterator[None]:
         yield
 
 
+NAMED: dict[str, dict[str, Any]] = {
+    "/v1/completions": {},
+    "/v1/embeddings": {"tenant": "t\xe4", "model": ""},
+    "/v1/tenants": {"sets": [(headers.TENANT, "t")], "removes": ("authorization",)},
+    "/v1/explained": {"explanation": "why"},
+    "/v1/unnamed": {"request_id": "r-1"},
+    "/v1/foreign": {"pool": None},
+}
+"""Requests of our own Envoy by their paths, the usual ones first."""
+CHOICE: Any = SimpleNamespace(policy="Cost", scores=[0.25, 1], resident_tokens=3, hop=None)
+
+
 class Sayer(FixedDirector):
     """A director that notes what it hears, and whose paths say what it does."""
 
@@ -63,7 +77,12 @@ class Sayer(FixedDirector):
                 raise ValueError("a mistake")
             case "/wait":
                 await self.go_on.wait()
-        return await super().route(call)
+        routed = await super().route(call)
+        if isinstance(routed, Routed) and call.path in NAMED:
+            return msgspec.structs.replace(
+                routed, named="b-1", name="n\xe4me", choice=CHOICE, prompt_tokens=7, decided=1.5, **NAMED[call.path]
+            )
+        return routed
 
     def returned(self, noted: Mapping[str, str], head: ResponseHead) -> list[tuple[str, str]]:
         self.heard.append((noted, head.headers, head.served))
@@ -164,7 +183,7 @@ def traced(message: ProcessingRequest) -> ProcessingRequest:
     return message
 
 
-PATHS = ("/v1/completions", "/v1/models", "/refuse", "/leave", "/fail", "/wait", "/nowhere")
+PATHS = (*NAMED, "/v1/chat/completions", "/v1/models", "/refuse", "/leave", "/fail", "/wait", "/nowhere")
 heads = st.builds(
     head, st.sampled_from([DUPLEX, DUPLEX, None, *ProcessingMode.BodySendMode.values()]), path=st.sampled_from(PATHS)
 )

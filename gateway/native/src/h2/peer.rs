@@ -3,7 +3,7 @@
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedStr;
-use pyo3::types::{PyBytes, PyDict};
+use pyo3::types::{PyBytes, PyDict, PyTuple};
 
 use super::connection::{Core, Next, Told};
 use super::events::{deliver, feed, hand_over};
@@ -116,15 +116,19 @@ impl Connection {
         metadata: Vec<(PyBackedStr, Bound<'_, PyDict>)>,
         body: &[u8],
     ) -> PyResult<()> {
-        let picked = Wire::picked_of(mutation, sets, removes, metadata)?;
-        {
-            let mut me = slf.borrow_mut();
-            let Connection { core, exchanges, .. } = &mut *me;
-            if let Some((of, _)) = exchanges {
-                of.get().routed(slf.py(), core, &stream, &picked, body);
-            }
-        }
-        slf.tell()
+        slf.sent_on(&stream, |_| Wire::picked_of(mutation, sets, removes, metadata), body)
+    }
+
+    /// As `routed`, where the answer is as nearly all are; see `Wire::usual_of`.
+    fn usual(
+        slf: &Bound<'_, Self>,
+        stream: Py<Stream>,
+        endpoints: &str,
+        pool: &str,
+        notes: &Bound<'_, PyTuple>,
+        body: &[u8],
+    ) -> PyResult<()> {
+        slf.sent_on(&stream, |of| Wire::usual_of(&of.usual, endpoints, pool, notes), body)
     }
 
     /// See `Core::consumed`.
@@ -221,9 +225,24 @@ pub trait Calls {
 
     /// Whether the new stream is an exchange that is taken in here.
     fn begun(&self, stream: &Py<Stream>) -> PyResult<bool>;
+
+    /// Answers a request with the message that `picked` makes, and sends its body on.
+    fn sent_on(&self, stream: &Py<Stream>, picked: impl FnOnce(&Exchanges) -> PyResult<Vec<u8>>, body: &[u8]) -> PyResult<()>;
 }
 
 impl Calls for Bound<'_, Connection> {
+    fn sent_on(&self, stream: &Py<Stream>, picked: impl FnOnce(&Exchanges) -> PyResult<Vec<u8>>, body: &[u8]) -> PyResult<()> {
+        {
+            let mut me = self.borrow_mut();
+            let Connection { core, exchanges, .. } = &mut *me;
+            if let Some((of, _)) = exchanges {
+                let of = of.get();
+                of.routed(self.py(), core, stream, &picked(of)?, body);
+            }
+        }
+        self.tell()
+    }
+
     fn take_in(&self, bytes: &[u8], at: &mut usize) -> PyResult<bool> {
         let py = self.py();
         let next = self.borrow_mut().core.frames(py, bytes, at)?;

@@ -10,7 +10,7 @@ use super::connection::Core;
 use super::head::Head;
 use super::stream::Stream;
 use crate::messages::{HttpHeaders, ProcessingRequest, Request};
-use crate::wire::Wire;
+use crate::wire::{Usual, Wire};
 
 /// Of a message of gRPC: whether it is compressed, and its size.
 const PREFIX_BYTES: usize = 5;
@@ -27,6 +27,7 @@ pub struct Exchanges {
     head: Vec<u8>,
     ok: Vec<u8>,
     ok_alone: Vec<u8>,
+    pub usual: Usual,
 }
 
 #[pymethods]
@@ -42,8 +43,9 @@ impl Exchanges {
         head: Vec<u8>,
         ok: Vec<u8>,
         ok_alone: Vec<u8>,
+        usual: Usual,
     ) -> Self {
-        Exchanges { path, phase, wire, most_bytes, chunk_bytes: chunk_bytes.max(1), head, ok, ok_alone }
+        Exchanges { path, phase, wire, most_bytes, chunk_bytes: chunk_bytes.max(1), head, ok, ok_alone, usual }
     }
 }
 

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 import orjson
 
@@ -17,7 +18,7 @@ from penstock.gateway._pb.envoy.service.ext_proc.v3.external_processor_pb2 impor
     TrailersResponse,
 )
 from penstock.gateway._pb.envoy.type.v3.http_status_pb2 import HttpStatus
-from penstock.gateway.extproc.call import Answered, Refused, Routed
+from penstock.gateway.extproc.call import LOGGED, Answered, Refused, Routed
 from penstock.gateway.extproc.wire import Fields, Pick, Wire, overwrite, send_on
 
 CHUNK_BYTES = 62_000
@@ -38,6 +39,22 @@ def _control(*kept: str) -> bytes:
     return mutation.SerializeToString()
 
 
+class Usual(NamedTuple):
+    """What `pick` says alike of all requests that are `Routed.usual`."""
+
+    mutation: bytes
+    destination: str
+    """The header with the endpoints, and the field of `metadata` that has them, too."""
+    pool: str
+    """The header with the pool."""
+    metadata: str
+    log: str
+    """The namespace of the notes."""
+    notes: tuple[str, ...]
+    """Their names."""
+
+
+USUAL = Usual(_control(), headers.DESTINATION, headers.POOL, headers.METADATA_NAMESPACE, headers.LOG_NAMESPACE, LOGGED)
 _RESPONDED = HeadersResponse(response=CommonResponse(header_mutation=HeaderMutation(remove_headers=headers.LOADS)))
 
 

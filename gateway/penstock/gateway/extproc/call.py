@@ -19,6 +19,18 @@ READ = frozenset(
     )
 )
 """The headers that anybody here looks at, of requests and of responses: our own Envoy sends no others, and no others are read."""
+LOGGED: tuple[str, ...] = (
+    headers.BOOKING,
+    "model",
+    headers.NAME,
+    "tenant",
+    "policy",
+    "score",
+    "prompt_tokens",
+    "resident_tokens",
+    "waited_ms",
+)
+"""Notes of each request that our own Envoy gets."""
 MAX_NAME = 256
 SHUTTING_DOWN = "shutting_down"
 """Why a gateway process that is going refuses what it has not decided."""
@@ -88,23 +100,37 @@ class Routed(msgspec.Struct, frozen=True, kw_only=True):
     """What goes on instead of the client's body; None where that goes on unchanged."""
 
     @property
+    def usual(self) -> bool:
+        """Whether it goes on as nearly all do that our own Envoy asks about: with its destination, and `notes`."""
+        return (
+            self.named is not None
+            and self.pool is not None
+            and self.choice is not None
+            and self.prefill_booking is None
+            and self.explanation is None
+            and self.request_id is None
+            and not self.sets
+            and not self.removes
+        )
+
+    @property
+    def notes(self) -> tuple[str | float, ...]:
+        """The values of `LOGGED`. The request is `named`, and has a choice."""
+        named, choice = self.named, self.choice
+        assert named is not None
+        assert choice is not None
+        return (
+            *(named, self.model, printable(self.name), self.tenant, choice.policy, choice.scores[0], self.prompt_tokens),
+            *(choice.resident_tokens, round((self.decided - self.came) * 1e6) / 1e3),
+        )
+
+    @property
     def log(self) -> dict[str, str | float]:
         """What our own Envoy's access log shows of the decision, and comes back with the response: names and figures, nothing of
         the prompt."""
-        choice = self.choice
-        if self.named is None or choice is None:
+        if self.named is None or self.choice is None:
             return {}
-        log: dict[str, str | float] = {
-            headers.BOOKING: self.named,
-            "model": self.model,
-            headers.NAME: printable(self.name),
-            "tenant": self.tenant,
-            "policy": choice.policy,
-            "score": choice.scores[0],
-            "prompt_tokens": self.prompt_tokens,
-            "resident_tokens": choice.resident_tokens,
-            "waited_ms": round((self.decided - self.came) * 1e6) / 1e3,
-        }
+        log = dict(zip(LOGGED, self.notes, strict=True))
         if self.explanation is not None:
             log[headers.REASONS] = self.explanation
         return log

@@ -55,7 +55,7 @@ class WholeExchanges:
         phase = headers.PHASE, headers.REQUEST_PHASE
         self._service = service
         self.exchanges = compiled.Exchanges(
-            path, phase, wire.compiled, MOST_BYTES, answers.CHUNK_BYTES, RESPONSE_HEAD, OK, OK_ALONE
+            *(path, phase, wire.compiled, MOST_BYTES, answers.CHUNK_BYTES, RESPONSE_HEAD, OK, OK_ALONE, answers.USUAL)
         )
 
     def taker(self, peer: ServerProtocol) -> "Taker":
@@ -189,5 +189,9 @@ class Taker:
         else:
             service.director.passed_on(outcome)
             sent: Any = connection  # of the compiled kind
-            sent.routed(stream, *answers.pick(outcome), call.body if outcome.body is None else outcome.body)
+            body = call.body if outcome.body is None else outcome.body
+            if outcome.usual:
+                sent.usual(stream, ",".join(outcome.endpoints), outcome.pool, outcome.notes, body)
+            else:
+                sent.routed(stream, *answers.pick(outcome), body)
         return self._peer.flush_soon()

@@ -18,7 +18,7 @@ from penstock.gateway.picker.figures import Figures, Floats, Rates
 from penstock.gateway.residency.index import MAX_BLOCKS, MAX_BLOCKS_PER_REPLICA, Knowledge, ResidencyIndex
 
 PACKAGE, MODULE = "penstock-gateway-native", "penstock_gateway_native"
-INTERFACE = 17
+INTERFACE = 18
 """Number of what follows; rises with each change of it. A package with another number is not used."""
 
 log = logging.getLogger(__name__)
@@ -355,6 +355,7 @@ class Compiled(Protocol):
         head: bytes,
         ok: bytes,
         ok_alone: bytes,
+        usual: object,
     ) -> object:
         """What exchanges of ext_proc have in common that connections take in by themselves; see
         `penstock.gateway.extproc.whole`.
@@ -368,6 +369,7 @@ class Compiled(Protocol):
             head: The header block of an answer.
             ok: The trailers of one that was right.
             ok_alone: The same where there is no answer before them.
+            usual: What usual answers to requests have in common: a `penstock.gateway.extproc.answers.Usual`.
         """
         ...
 
