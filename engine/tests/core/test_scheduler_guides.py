@@ -8,6 +8,7 @@ from harness import make_request
 from test_scheduler_hand_cranked import Bench
 
 from penstock.engine.core.plan import Int32
+from penstock.engine.messages import FinishReason
 
 
 def allowed(number: int) -> set[int]:
@@ -67,6 +68,7 @@ class Batch:
         masks.fill(-1)
         for at, guide in enumerate(self._guides):
             guide.fill(masks[at : at + 1], [])
+            guide.num_together += 1
 
     def take(self, token_ids) -> list[int]:
         self._asked["take"] += len(token_ids)
@@ -83,6 +85,8 @@ class Joining(Numbered):
     def __init__(self, together: Together, since: int) -> None:
         super().__init__()
         self._together, self._since = together, since
+        self.num_together = 0
+        """How often it was asked for a mask with others."""
 
     @property
     def batcher(self) -> Together | None:
@@ -145,8 +149,39 @@ def test_guides_that_are_asked_together_change_no_stream(depth, drafts):
     for index in range(5):
         assert made.streams[index] == guided_reference([index] * 9, 20 + index)
     assert min(one.asked.values()) > min(other.asked.values()) > 0
-    late = one.asked["take"] - (20 + 24 - 2)
-    assert late > 10, "the late one is asked with others as soon as it can be"
+    assert guides[3].num_together > guides[4].num_together / 2, "the late one is asked with others as soon as it can be"
+
+
+class Ending(Numbered):
+    """One whose answer is complete after so many tokens, or refuses the last of them."""
+
+    def __init__(self, length: int, refuses: bool = False) -> None:
+        super().__init__()
+        self._length, self._refuses = length, refuses
+
+    def take(self, token_id: int) -> bool:
+        assert self.count < self._length, "the guide is told of a token after its last"
+        super().take(token_id)
+        if self.count == self._length and self._refuses:
+            self.error = "not that one"
+        return self.count == self._length
+
+
+@pytest.mark.parametrize("drafts", [0, 4])
+@pytest.mark.parametrize("length", range(1, 15))
+def test_an_answer_may_end_among_its_forced_tokens(length, drafts):
+    made = Bench(1, drafts=drafts)
+    for index, guide in enumerate((Ending(length), Numbered(), Ending(length, refuses=True))):
+        made.core.handle(make_request(index, [index] * 9, 20))
+        made.core.scheduler.guide(index, guide)
+    made.run()
+    for index, of in enumerate((length, 20, length)):
+        assert made.streams[index] == guided_reference([index] * 9, of)
+    assert [(made.finished[index].reason, made.finished[index].error) for index in range(3)] == [
+        (FinishReason.STOP, None),
+        (FinishReason.LENGTH, None),
+        (FinishReason.ERROR, "not that one"),
+    ]
 
 
 @pytest.mark.req("SCH-32")

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from penstock.engine.core.plan import Bool, Int32, Int64, SampleInputs, StepPlan, ints
+from penstock.engine.core.plan import NONE, Bool, Int32, Int64, SampleInputs, StepPlan, ints
 
 MAX_FORCED_TOKENS = 16
 """Most forced tokens of a row in a step: each takes a row of logits, for which a runner must have memory."""
@@ -196,6 +196,31 @@ class Guides:
         group = self._group(rows[at])
         return {int(at[index]): group.guides[index].error for index in group.take(ints(token_ids[at]))}
 
+    def advance_whole(self, rows: Int64, token_ids: Int32, counts: Int32) -> dict[int, tuple[int, str | None]]:
+        """Has the rows' guides take in all their next tokens, none of which stops a request by itself.
+
+        Args:
+            rows: [m].
+            token_ids: [m, w].
+            counts: [m]: how many of the tokens count, at least 1 each.
+
+        Returns:
+            Which of the m end their requests, with which of their tokens, counted from 1, and the error of each, if any.
+        """
+        at = self._guided[rows].nonzero()[0]
+        # Most rows have one token. A group of those alone would be another one in nearly every step.
+        group = self._group(rows[at])
+        ends = {int(at[index]): (1, group.guides[index].error) for index in group.take(ints(token_ids[at, 0]))}
+        for index in ints((counts[at] > 1).nonzero()[0]):
+            row, guide = int(at[index]), group.guides[index]
+            if row in ends:
+                continue
+            for count, token in enumerate(ints(token_ids[row, 1 : counts[row]]), 2):
+                if guide.take(token):
+                    ends[row] = count, guide.error
+                    break
+        return ends
+
     def is_open(self, row: int) -> bool:
         """Whether the row has a guide by which its output would be cut short if it ended here."""
         return row in self._guides and self._guides[row].is_open
@@ -239,22 +264,24 @@ class Guides:
         at = masked[live[masked]]
         if not len(at):
             return SampleInputs(plan.step_id)
-        words = next(iter(self._guides.values())).num_words
-        if not len(plan.num_drafts):
-            return SampleInputs(plan.step_id, at, self._group(plan.rows[at]).masks(words))
-        begins = np.zeros(len(plan.rows), np.int32)
-        lengths = plan.num_drafts[plan.draft_rows]
-        begins[plan.draft_rows] = np.cumsum(lengths) - lengths
-        given, with_plan, counts = ints(plan.draft_ids), set(ints(plan.draft_rows)), plan.num_drafts[at]
-        bitmask = np.full((int((counts + 1).sum()), words), _ALL, np.int32)
-        firsts = np.cumsum(counts + 1) - counts - 1
-        for index, row, first, count, begin in zip(*map(ints, (at, plan.rows[at], firsts, counts, begins[at])), strict=True):
-            if count:
-                drafts = given[begin : begin + count] if index in with_plan else self._told.get(row, ())[:count]
+        group = self._group(plan.rows[at])
+        masks = group.masks(next(iter(self._guides.values())).num_words)
+        counts = plan.num_drafts[at] if len(plan.num_drafts) else NONE
+        if not np.count_nonzero(counts):
+            return SampleInputs(plan.step_id, at, masks)
+        bitmask, begin, with_plan = masks.repeat(counts + 1, axis=0), 0, dict[int, list[int]]()
+        given = ints(plan.draft_ids)
+        for of, count in zip(ints(plan.draft_rows), ints(plan.num_drafts[plan.draft_rows]), strict=True):
+            with_plan[of], begin = given[begin : begin + count], begin + count
+        with_drafts = counts.nonzero()[0]
+        firsts = with_drafts + (np.cumsum(counts) - counts)[with_drafts]
+        for index, first, count in zip(ints(with_drafts), ints(firsts), ints(counts[with_drafts]), strict=True):
+            bitmask[first : first + 1 + count] = _ALL
+            drafts = with_plan.get(of := int(at[index]))
+            if drafts is None:
                 # Where the runner has fewer drafts than planned, what it fills up with is never accepted.
-                self._guides[row].fill(bitmask[first : first + 1 + len(drafts)], drafts)
-        if len(free := (counts == 0).nonzero()[0]):
-            bitmask[firsts[free]] = self._group(plan.rows[at[free]]).masks(words)
+                drafts = self._told.get(int(plan.rows[of]), ())[:count]
+            group.guides[index].fill(bitmask[first : first + 1 + len(drafts)], drafts)
         return SampleInputs(plan.step_id, at, bitmask)
 
 

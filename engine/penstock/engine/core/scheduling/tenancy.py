@@ -133,7 +133,12 @@ class Tenancy:
         """
         kept, found = counts, list[Ending]()
         if token_ids.shape[1] > 1 and not self._may_end(rows, firsts, token_ids, counts):
-            self.num_known[rows] = firsts + counts
+            for at, (count, error) in (self.guides.advance_whole(rows, token_ids, counts) if self.guides else {}).items():
+                found.append(self._guided_end(int(rows[at]), error))
+                if kept is counts:
+                    kept = counts.copy()
+                kept[at] = count
+            self.num_known[rows] = firsts + kept
             return kept, found
         for column in range(token_ids.shape[1]):
             if column == 0:
@@ -152,9 +157,9 @@ class Tenancy:
         return kept, found
 
     def _may_end(self, rows: Int64, firsts: Int32, token_ids: Int32, counts: Int32) -> bool:
-        """Whether one of several tokens of a row may end its request; arguments as of `take`. In most steps none does, and that
-        takes far less to see than to ask it of one token after the other."""
-        if self.guides or self._repetition.guards(rows) or np.count_nonzero(firsts + counts >= self.limits[rows]):
+        """Whether one of several tokens of a row may end its request, its guide aside; arguments as of `take`. In most steps none
+        does, and that takes far less to see than to ask it of one token after the other."""
+        if self._repetition.guards(rows) or np.count_nonzero(firsts + counts >= self.limits[rows]):
             return True
         return bool(np.count_nonzero(self._stop_ids.take(rows, axis=1)[:, :, None] == token_ids))
 
@@ -176,13 +181,17 @@ class Tenancy:
             if stopped[at]:
                 ending = Ending(request, FinishReason.STOP, int(tokens[at]))
             elif at in guided:
-                error = guided[at]
-                ending = Ending(request, FinishReason.STOP if error is None else FinishReason.ERROR, error=error)
+                ending = self._guided_end(row, guided[at])
             else:
                 reason = FinishReason.LENGTH if capped[at] else FinishReason.REPETITION
                 ending = Ending(request, reason, stop_reason=GRAMMAR_OPEN if self.guides.is_open(row) else None)
             found.append((at, ending))
         return found
+
+    def _guided_end(self, row: int, error: str | None) -> Ending:
+        request = self.requests[row]
+        assert request is not None
+        return Ending(request, FinishReason.STOP if error is None else FinishReason.ERROR, error=error)
 
     def _set_stop_ids(self, row: int, stop_ids: tuple[int, ...]) -> None:
         missing = len(stop_ids) - len(self._stop_ids)
