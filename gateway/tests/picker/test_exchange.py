@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Mapping
+from typing import Any, cast
 
 import orjson
 import pytest
@@ -102,11 +103,16 @@ def play(director: FixedDirector, *messages: ProcessingRequest, destinations: in
 
 
 @pytest.mark.parametrize("mode", [DUPLEX, ProcessingMode.BUFFERED])
-async def test_a_body_is_not_kept_while_the_answer_streams(mode: int) -> None:
+async def test_neither_a_body_nor_its_choice_is_kept_while_the_answer_streams(mode: int) -> None:
     exchange = Exchange(FixedDirector())
     for message in (head(mode), chunk(b'{"model":"m"}', True)):
         assert await exchange.receive(read(message)) or message.HasField("request_headers")
     assert not exchange._body
+    routed = exchange._routed
+    assert routed is not None
+    routed.choice = cast(Any, "figures of all replicas")
+    exchange.told()
+    assert exchange._routed is routed and routed.choice is None
 
 
 def check_pick(answer: ProcessingResponse, part: str) -> None:

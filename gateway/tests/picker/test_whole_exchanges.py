@@ -91,6 +91,7 @@ class Sayer(FixedDirector):
         return []
 
     def passed_on(self, routed: Routed) -> None:
+        self.gone_on = routed
         self.heard.append("passed on")
 
     def closed(self, routed: Routed) -> None:
@@ -303,6 +304,7 @@ async def test_a_usual_request_and_a_shown_head_make_no_call(monkeypatch: pytest
     for read in read_by_read(CALL, prefixed(shown().SerializeToString()), stream=5):
         await side.said(read)
     assert [type(it) for it in side.director.heard] == [tuple, str, tuple, str, tuple]
+    assert side.director.gone_on.named and side.director.gone_on.choice is None, "it has figures of all replicas"
     assert side.counts() == (0, 0, 0, 0, 0)
 
 

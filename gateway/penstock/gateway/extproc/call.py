@@ -59,8 +59,8 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
         return self.headers.get(":path", "").partition("?")[0]
 
 
-class Routed(msgspec.Struct, frozen=True, kw_only=True):
-    """The destination of a request."""
+class Routed(msgspec.Struct, kw_only=True):
+    """The destination of a request. Nothing changes but that `choice` goes."""
 
     endpoints: list[str]
     """`ip:port` in order of preference."""
@@ -78,7 +78,8 @@ class Routed(msgspec.Struct, frozen=True, kw_only=True):
     adapter: str | None = None
     """The LoRA adapter that it names."""
     choice: Made | None = None
-    """What made it; None where nobody chose among replicas."""
+    """What made it, until the request has been sent on: it has figures of all replicas, and there may be many requests underway.
+    None from then on, and where nobody chose among replicas."""
     prompt_tokens: int = 0
     decided: float = 0.0
     """When it was picked; monotonic seconds."""

@@ -160,6 +160,8 @@ class Exchange:
 
     def told(self) -> None:
         """The answers so far are about to be sent."""
+        if self._routed is not None:
+            self._routed.choice = None
         if self._apart and self._routed is not None and not self.over:
             self._director.passed_on(self._routed)
             self._routed, self.over = None, True

@@ -194,4 +194,5 @@ class Taker:
                 sent.usual(stream, ",".join(outcome.endpoints), outcome.pool, outcome.notes, body)
             else:
                 sent.routed(stream, *answers.pick(outcome), body)
+            outcome.choice = None
         return self._peer.flush_soon()
