@@ -7,6 +7,8 @@ import asyncio
 import itertools
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import uvloop
@@ -14,7 +16,6 @@ from grpc_health.v1.health_pb2_grpc import add_HealthServicer_to_server
 from prometheus_client import CollectorRegistry
 
 from benchmarks.pickerbench.layers import Decided
-from penstock.api import headers
 from penstock.api.fleet import Fleet
 from penstock.gateway._pb.envoy.service.accesslog.v3.als_pb2_grpc import add_AccessLogServiceServicer_to_server
 from penstock.gateway._pb.envoy.service.discovery.v3.ads_pb2_grpc import add_AggregatedDiscoveryServiceServicer_to_server
@@ -33,17 +34,8 @@ from penstock.gateway.xds.listener import ListenerSettings
 from penstock.gateway.xds.server import AdsServicer
 
 LOCALHOST = "127.0.0.1"
-NOTES: dict[str, str | float] = {
-    "model": "b/m",
-    headers.NAME: "m",
-    "tenant": "",
-    "policy": "Cost",
-    "score": 0.4,
-    "prompt_tokens": 1000,
-    "resident_tokens": 0,
-    "waited_ms": 0.1,
-}
-"""As many as a pick has for Envoy's metadata."""
+CHOICE: Any = SimpleNamespace(policy="Cost", scores=[0.4], resident_tokens=0, hop=None)
+"""What a pick notes of its choice in Envoy's metadata."""
 
 
 class InTurn(Decided):
@@ -58,8 +50,8 @@ class InTurn(Decided):
 
     async def route(self, call: Call) -> Routed:
         """Choose the destination of a complete request."""
-        log = {**NOTES, headers.BOOKING: self._underway.name()}
-        return msgspec.structs.replace(self._routed, endpoints=next(self._orders), pool=self._pool, log=log)
+        own = {"endpoints": next(self._orders), "pool": self._pool, "named": self._underway.name(), "choice": CHOICE}
+        return msgspec.structs.replace(self._routed, prompt_tokens=1000, **own)
 
 
 async def serve(port: int, listener_port: int, fleet: Fleet) -> None:
