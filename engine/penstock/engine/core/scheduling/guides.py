@@ -207,17 +207,15 @@ class Guides:
         Returns:
             Which of the m end their requests, with which of their tokens, counted from 1, and the error of each, if any.
         """
-        at = self._guided[rows].nonzero()[0]
-        # Most rows have one token. A group of those alone would be another one in nearly every step.
-        group = self._group(rows[at])
-        ends = {int(at[index]): (1, group.guides[index].error) for index in group.take(ints(token_ids[at, 0]))}
-        for index in ints((counts[at] > 1).nonzero()[0]):
-            row, guide = int(at[index]), group.guides[index]
-            if row in ends:
+        # Of all rows, as in steps without drafts: a group of those with one token would be another one in nearly every step.
+        ends = {at: (1, error) for at, error in self.advance(rows, token_ids[:, 0], np.zeros(len(rows), np.bool_)).items()}
+        for at in ints((self._guided[rows] & (counts > 1)).nonzero()[0]):
+            if at in ends:
                 continue
-            for count, token in enumerate(ints(token_ids[row, 1 : counts[row]]), 2):
+            guide = self._guides[int(rows[at])]
+            for count, token in enumerate(ints(token_ids[at, 1 : counts[at]]), 2):
                 if guide.take(token):
-                    ends[row] = count, guide.error
+                    ends[at] = count, guide.error
                     break
         return ends
 
