@@ -67,7 +67,7 @@ def pick(routed: Routed) -> Pick:
         sets.append((headers.POOL, routed.pool))
     else:
         removes.append(headers.POOL)
-    if routed.prefill_booking is not None and routed.choice is not None and (hop := routed.choice.hop) is not None:
+    if routed.choice is not None and (hop := routed.choice.hop) is not None:
         sets.append((headers.PREFILLER, hop.replica.endpoint))
         kept.append(headers.PREFILLER)
     if routed.request_id is not None:

@@ -1,6 +1,6 @@
 """The choice: one replica, an ordered list to fall back on, and reasons that a person can read."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 import msgspec
 import numpy as np
@@ -96,11 +96,7 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def next_best(self) -> tuple[str, float] | None:
         """The second in order of preference, and its score; None where there is no other."""
-        if len(self.scores) < 2:
-            return None
-        replica = self.whole.replicas[self.rows[1]]
-        assert replica is not None
-        return replica.title, self.scores[1]
+        return second(self.whole.replicas, self.rows, self.scores)
 
     @property
     def reasons(self) -> list[str]:
@@ -133,6 +129,15 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
         if pick.last_resort:
             reasons.append("every candidate has recently failed to answer; the best of them")
         return reasons
+
+
+def second(replicas: Sequence[Replica | None], rows: list[int], scores: list[float]) -> tuple[str, float] | None:
+    """The second of the best `rows` of `replicas`, and its score; None where there is no other."""
+    if len(rows) < 2:
+        return None
+    replica = replicas[rows[1]]
+    assert replica is not None
+    return replica.title, scores[1]
 
 
 def choose(

@@ -6,7 +6,7 @@ import msgspec
 import numpy as np
 
 from penstock.api.fleet import Replica, Weights
-from penstock.gateway.picker.choice import JOINT_POLICY, MAX_ENDPOINTS, Choice
+from penstock.gateway.picker.choice import JOINT_POLICY, MAX_ENDPOINTS, Choice, second
 from penstock.gateway.picker.columns import Columns, Seats
 from penstock.gateway.picker.compiled import Picked
 from penstock.gateway.picker.disaggregation import Hop
@@ -59,11 +59,7 @@ class UsualChoice(msgspec.Struct, frozen=True):
     @property
     def next_best(self) -> tuple[str, float] | None:
         """The second in order of preference, and its score."""
-        if len(self.rows) < 2:
-            return None
-        replica = self.seats.replicas[self.rows[1]]
-        assert replica is not None
-        return replica.title, self.scores[1]
+        return second(self.seats.replicas, self.rows, self.scores)
 
 
 Made = Choice | UsualChoice
