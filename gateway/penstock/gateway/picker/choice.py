@@ -105,12 +105,12 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
         pick = ranked[0].candidate
         only = len(ranked) == 1
         reasons = [f"{pick.name} is the only candidate" if only else _comparison(ranked[0], ranked[1], self.limit)]
-        if slate.tokens_unknown is not None:
-            reasons.append(f"chosen without residency: {slate.tokens_unknown}")
+        if slate.request.tokens_unknown is not None:
+            reasons.append(f"chosen without residency: {slate.request.tokens_unknown}")
         elif pick.resident_tokens:
-            reasons.append(f"{pick.resident_tokens} of {slate.prompt_tokens} prompt tokens are resident at {pick.name}")
+            reasons.append(f"{pick.resident_tokens} of {slate.request.prompt_tokens} prompt tokens are resident at {pick.name}")
         else:
-            reasons.append(f"none of the {slate.prompt_tokens} prompt tokens is resident at {pick.name}")
+            reasons.append(f"none of the {slate.request.prompt_tokens} prompt tokens is resident at {pick.name}")
         if pick.report_age_s is None:
             reasons.append(f"{pick.name} has not reported its load yet; assumed average")
         else:

@@ -71,20 +71,20 @@ def horizon(max_tokens: int | None) -> int:
 def cost_s(slate: Slate) -> Floats:
     """`Estimate.cost_s` of the slate's request in every row, without its parts; reports may seem younger by as long as rates are
     kept."""
-    folded, fresh = slate.columns.folded(slate.now, slate.block_size), slate.prompt_tokens - slate.resident
+    folded, fresh = slate.columns.folded(slate.now, slate.request.block_size), slate.request.prompt_tokens - slate.resident
     other_s = None if slate.other_s is None else slate.other_s * slate.figures.correction
-    return costs(folded, fresh, horizon(slate.max_tokens), other_s)
+    return costs(folded, fresh, horizon(slate.request.max_tokens), other_s)
 
 
 def folded_of(slate: Slate) -> Floats:
     """The folded prices for the slate's request; see `penstock.gateway.picker.folded`."""
-    return slate.columns.folded(slate.now, slate.block_size)
+    return slate.columns.folded(slate.now, slate.request.block_size)
 
 
 def estimate(slate: Slate) -> Estimate:
     """The cost of the slate's request in every row, part by part."""
-    f, fresh = slate.figures, slate.prompt_tokens - slate.resident
-    of = price(f, slate.rates, slate.block_size, slate.now, np.maximum)
+    f, fresh = slate.figures, slate.request.prompt_tokens - slate.resident
+    of = price(f, slate.rates, slate.request.block_size, slate.now, np.maximum)
     prefill_s = fresh * f.s_per_token
     alone = Estimate(
         queue_s=of.queue_s,
@@ -105,6 +105,6 @@ def estimate(slate: Slate) -> Estimate:
 def promised_ttft_s(slate: Slate, row: int) -> float:
     """The time to the first token that the reports of the replica in `row` promise, as its cost has it, without its
     correction."""
-    folded, fresh = slate.columns.folded(slate.now, slate.block_size), slate.prompt_tokens - slate.resident[row]
+    folded, fresh = slate.columns.folded(slate.now, slate.request.block_size), slate.request.prompt_tokens - slate.resident[row]
     other_s = 0.0 if slate.other_s is None else float(slate.other_s[row])
     return float(first_s(folded[:, row : row + 1], fresh)[0] / slate.figures.correction[row]) + other_s

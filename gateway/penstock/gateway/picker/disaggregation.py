@@ -84,7 +84,7 @@ class Joint(NamedTuple):
             return None
         replica = prefill.replicas[at]
         assert replica is not None
-        fresh = int(prefill.prompt_tokens - prefill.resident[at])
+        fresh = int(prefill.request.prompt_tokens - prefill.resident[at])
         return Hop(replica, fresh, float(self.prefill_s[row]), float(self.transfer_s[row]), float(self.local_s[row]))
 
     def why_none(self, row: int) -> str:
@@ -102,7 +102,7 @@ class Joint(NamedTuple):
 def join(decode: Slate, prefill: Slate) -> Joint:
     """Weighs, for every decode replica, the best prefill replica that it can take KV blocks from."""
     here, there = estimate(decode), estimate(prefill)
-    fresh = decode.prompt_tokens - decode.resident
+    fresh = decode.request.prompt_tokens - decode.resident
     room = _room(decode)
     best_row, best_s = _best_prefill(decode, prefill, _prefill_s(prefill, there))
     comparable = best_row >= 0
@@ -110,7 +110,7 @@ def join(decode: Slate, prefill: Slate) -> Joint:
     local_s = here.queue_s + here.booked_s + here.prefill_s + here.encoder_s + here.crowding_s + _stall_s(decode, here)
     remote_s = best_s + transfer_s
     pays = comparable & room & (fresh >= RECOMPUTE_TOKENS) & (remote_s < local_s)
-    horizon_s = horizon(decode.max_tokens) * here.itl_s
+    horizon_s = horizon(decode.request.max_tokens) * here.itl_s
     both = here.capacity_s + here.lora_s + here.eviction_s + here.preemption_s + here.uncertainty_s + horizon_s
     return Joint(
         score=np.where(pays, remote_s, local_s) + both,
@@ -135,9 +135,9 @@ def _room(slate: Slate) -> Bools:
     figures
     do not exclude a replica."""
     f = slate.figures
-    answer = OUTPUT_TOKENS if slate.max_tokens is None else slate.max_tokens
-    tokens = slate.prompt_tokens - slate.resident + min(answer, OUTPUT_TOKENS) + f.booked_tokens + f.booked_transfers
-    return (f.rows_free > f.waiting + f.booked_requests) & (np.ceil(tokens / slate.block_size) <= f.blocks_free)
+    answer = OUTPUT_TOKENS if slate.request.max_tokens is None else slate.request.max_tokens
+    tokens = slate.request.prompt_tokens - slate.resident + min(answer, OUTPUT_TOKENS) + f.booked_tokens + f.booked_transfers
+    return (f.rows_free > f.waiting + f.booked_requests) & (np.ceil(tokens / slate.request.block_size) <= f.blocks_free)
 
 
 def _prefill_s(slate: Slate, cost: Estimate) -> Floats:
@@ -145,7 +145,7 @@ def _prefill_s(slate: Slate, cost: Estimate) -> Floats:
     short, waiting
     requests go first, each for about as long."""
     f = slate.figures
-    blocks = np.ceil((slate.prompt_tokens - slate.resident + f.booked_tokens) / slate.block_size)
+    blocks = np.ceil((slate.request.prompt_tokens - slate.resident + f.booked_tokens) / slate.request.block_size)
     short = np.where(blocks > f.blocks_free, f.waiting + f.booked_requests + 1, 0.0)
     return cost.queue_s + cost.booked_s + cost.prefill_s + cost.encoder_s + cost.uncertainty_s + short * cost.prefill_s
 

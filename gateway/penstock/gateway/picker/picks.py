@@ -128,7 +128,6 @@ class Picks:
             columns.sent()
         choice = UsualChoice(
             *(picked, picked.rows, picked.scores, picked.resident_tokens, picked.ttft_s, columns, columns.seats),
-            *(request.id, prompt.tokens, block_size, request.max_tokens, request.tokens_unknown),
-            *(now, self._slates.turn(model), model.weights, rates),
+            *(request.figures, now, self._slates.turn(model), model.weights, rates),
         )
         return choice, picked.booking

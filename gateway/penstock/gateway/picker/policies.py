@@ -136,7 +136,7 @@ class WeightedScore:
         rows = np.where(f.rows > 0, f.rows, PRIOR_ROWS)
         waiting = np.where(heard, f.waiting, rows / 2) + f.booked_requests
         return {
-            "prefix": slate.resident / max(slate.prompt_tokens, 1),
+            "prefix": slate.resident / max(slate.request.prompt_tokens, 1),
             "queue": np.minimum(waiting / rows, 1.0),
             "kv": np.where(heard, f.kv_usage, 0.5),
         }

@@ -56,8 +56,8 @@ class ByCompiledPrice:
             folded_of(slate),
             slate.table,
             slate.resident,
-            slate.prompt_tokens,
-            horizon(slate.max_tokens),
+            slate.request.prompt_tokens,
+            horizon(slate.request.max_tokens),
             slate.seeds,
             slate.word(),
             self._tolerance,
@@ -128,7 +128,7 @@ def _untied(slate: Slate, ties: list[int], most: int) -> list[int]:
     if len(ties) < 2:
         return ties
     # Bookings and tokens are whole numbers, so that neither outweighs the one before it.
-    of_booked, booked = slate.prompt_tokens + 1.0, slate.figures.booked_requests
+    of_booked, booked = slate.request.prompt_tokens + 1.0, slate.figures.booked_requests
     if len(ties) <= FEW:
         known = zip(at(booked, ties), at(slate.resident, ties), slate.lots_of_few(ties), at(slate.seeds, ties), ties, strict=True)
         ranks = sorted([(requests * of_booked - tokens + lot, seed, row) for requests, tokens, lot, seed, row in known])

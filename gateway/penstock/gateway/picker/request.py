@@ -27,6 +27,16 @@ class HashSpace(msgspec.Struct, frozen=True, kw_only=True):
     replicas: frozenset[ReplicaKey]
 
 
+class RequestFigures(msgspec.Struct, frozen=True):
+    """What a decision keeps of a request; no prompt is in it. The fields are those of `RequestView`."""
+
+    id: str
+    prompt_tokens: int
+    block_size: int
+    max_tokens: int | None
+    tokens_unknown: str | None
+
+
 class RequestView(msgspec.Struct, frozen=True, kw_only=True):
     """A request as the decision core sees it."""
 
@@ -47,6 +57,11 @@ class RequestView(msgspec.Struct, frozen=True, kw_only=True):
     stream: bool = False
     answers: int = 1
     """How many the client wants of each prompt."""
+
+    @property
+    def figures(self) -> "RequestFigures":
+        """What a decision keeps of it."""
+        return RequestFigures(self.id, self.prompt_tokens, self.block_size, self.max_tokens, self.tokens_unknown)
 
     def space_of(self, key: ReplicaKey) -> tuple[tuple[Prompt, ...], int]:
         """The prompts as `key` tokenises and hashes them, and the tokens in a block of theirs."""

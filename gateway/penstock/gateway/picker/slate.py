@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from penstock.api.fleet import Replica, Weights
 from penstock.gateway.picker.columns import Columns, Seats
 from penstock.gateway.picker.figures import Bools, Figures, Floats, Rates, Rows, at
-from penstock.gateway.picker.request import RequestView
+from penstock.gateway.picker.request import RequestFigures, RequestView
 
 _SPREAD, _MIX, _SHIFT, _WORD = 0x9E3779B97F4A7C15, 0xFF51AFD7ED558CCD, 33, 0xFFFFFFFFFFFFFFFF
 _MIX_64, _SHIFT_64 = np.uint64(_MIX), np.uint64(_SHIFT)
@@ -20,11 +20,7 @@ DEFAULTS = Weights()
 class Slate(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """What a policy decides on; no prompt is in it. Arrays have one element a row of the model's `Columns`."""
 
-    request_id: str
-    prompt_tokens: int
-    block_size: int
-    max_tokens: int | None
-    tokens_unknown: str | None
+    request: RequestFigures
     now: float
     turn: int
     """Number of the pick among those of the model."""
@@ -82,7 +78,7 @@ class Slate(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
     def word(self) -> int:
         """What the request's lots are drawn from; see `word_of`."""
-        return word_of(self.request_id)
+        return word_of(self.request.id)
 
     def kept(self, rows: list[int], table: Floats) -> "Slate":
         """Return the slate of `rows` only, in that order, with `table` as their figures."""
@@ -122,16 +118,17 @@ def slate_of(
     """The slate of `request` among the rows `open` of `columns`; `found`: None where no tier holds any of it."""
     found = resident if found is None else found
     return _slate(
-        *(request, columns, columns.seats, open, resident, now, turn, weights, columns.rates(now)),
+        *(request.figures, columns, columns.seats, open, resident, now, turn, weights, columns.rates(now)),
         found=found,
         last_resorts=columns.last_resorts(now),
+        adapter=request.adapter,
         lora_s=None if request.adapter is None else columns.lora_s(request.adapter),
         encoder_s=_encoder_s(request, columns, found),
     )
 
 
 def slate_of_all(
-    request: RequestView,
+    request: RequestFigures,
     columns: Columns,
     seats: Seats,
     resident: Floats,
@@ -146,7 +143,7 @@ def slate_of_all(
 
 
 def _slate(
-    request: RequestView,
+    request: RequestFigures,
     columns: Columns,
     seats: Seats,
     open: Bools,
@@ -158,15 +155,12 @@ def _slate(
     *,
     found: Floats,
     last_resorts: Bools | None = None,
+    adapter: str | None = None,
     lora_s: Floats | None = None,
     encoder_s: Floats | None = None,
 ) -> Slate:
     return Slate(
-        request_id=request.id,
-        prompt_tokens=request.prompt_tokens,
-        block_size=request.block_size,
-        max_tokens=request.max_tokens,
-        tokens_unknown=request.tokens_unknown,
+        request=request,
         now=now,
         turn=turn,
         table=seats.table,
@@ -176,7 +170,7 @@ def _slate(
         resident=resident,
         found=found,
         last_resorts=last_resorts,
-        adapter=request.adapter,
+        adapter=adapter,
         lora_s=lora_s,
         encoder_s=encoder_s,
         weights=weights,

@@ -11,7 +11,7 @@ from penstock.gateway.picker.columns import Columns, Seats
 from penstock.gateway.picker.compiled import Picked
 from penstock.gateway.picker.disaggregation import Hop
 from penstock.gateway.picker.figures import Figures, Rates
-from penstock.gateway.picker.request import Prompt, RequestView
+from penstock.gateway.picker.request import RequestFigures
 from penstock.gateway.picker.slate import slate_of_all
 
 
@@ -33,11 +33,7 @@ class UsualChoice(msgspec.Struct, frozen=True):
     columns: Columns
     seats: Seats
     """Of those, as they were."""
-    request_id: str
-    prompt_tokens: int
-    block_size: int
-    max_tokens: int | None
-    tokens_unknown: str | None
+    request: RequestFigures
     now: float
     turn: int
     weights: Weights
@@ -71,21 +67,12 @@ def told(made: Made) -> Choice:
         return made
     picked, resident = made.picked, np.frombuffer(made.picked.resident())
     was = made.columns, made.seats, resident, made.now, made.turn, made.weights, made.rates
-    request = RequestView(
-        id=made.request_id,
-        path="",
-        model="",
-        prompts=(Prompt(made.prompt_tokens),),
-        block_size=made.block_size,
-        tokens_unknown=made.tokens_unknown,
-        max_tokens=made.max_tokens,
-    )
     return Choice(
         policy=made.policy,
         replica=made.replica,
         resident_tokens=made.resident_tokens,
         endpoints=made.endpoints,
-        whole=slate_of_all(request, *was),
+        whole=slate_of_all(made.request, *was),
         rows=made.rows,
         table=np.frombuffer(picked.table()).reshape(len(Figures._fields), -1),
         scores=made.scores,
