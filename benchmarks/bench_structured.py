@@ -185,7 +185,11 @@ def of_file(engine: Engine, path: Path, streams: int, rounds: int, source: Any, 
         for what, of in found.items():
             of.append(taken["masked"][what] / taken["free"][what])
     ratios = {what: round(statistics.median(of), 3) for what, of in found.items()}
-    return ratios | {"schemas": len(grammars), "refused": failed, "rounds by cpu time": [round(ratio, 3) for ratio in found["cpu"]]}
+    return ratios | {
+        "schemas": len(grammars),
+        "refused": failed,
+        "rounds by cpu time": [round(ratio, 3) for ratio in found["cpu"]],
+    }
 
 
 def measure(rounds: int, cold: int, schemas: Path | None) -> dict[str, Any]:
