@@ -20,9 +20,10 @@ def test_it_begins_with_what_was_measured(costs):
     assert costs.of(32, 0.25) == 1.0625 and few.of(32, 0.25) == 1.5
 
 
-def test_one_plain_step_that_was_held_up_makes_drafts_no_cheaper(costs):
-    """The first step of a shape has no tape and takes several times as long."""
-    for seconds in (4.0, 4.0, 40.0):
+@pytest.mark.parametrize("plain", [(4.0, 4.0, 40.0), (40.0,)], ids=["the last", "the first and only one"])
+def test_one_plain_step_that_was_held_up_makes_drafts_no_cheaper(costs, plain):
+    """The first step of a shape has no tape and takes several times as long. While drafts pay, the next one may be far away."""
+    for seconds in plain:
         costs.observe(32, 0, seconds)
     for _ in range(100):
         costs.observe(32, 2.0, 12.0)

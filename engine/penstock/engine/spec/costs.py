@@ -11,7 +11,8 @@ import numpy.typing as npt
 _FEW: Final = 0.25
 """Drafts of a row on average: where few rows have any."""
 _PLAIN: Final = 3
-"""Steps without drafts whose median others are compared with: one that was held up counts for nothing."""
+"""Steps without drafts whose median others are compared with: one that was held up counts for nothing. Until there are as many,
+those of the start stand in for the rest."""
 _COMPARED: Final = 0.1
 """Weight of a step in what drafts cost, at least. The first of them count for more: at the start texts were short and no row was
 sampled as its client wants."""
@@ -63,7 +64,7 @@ class StepCosts:
         self._levels: list[deque[float]] = [deque(maxlen=_PLAIN) for _ in self._costs]
         """By size: of the last steps without drafts, how many times as long they took as at the start."""
         self._level = [1.0] * len(self._costs)
-        """By size: the median of these."""
+        """By size: the median of these and the start's."""
         self._surprises = [deque([1.0] * _HELD_UP, maxlen=_HELD_UP) for _ in self._costs]
         """By size: of the last steps with drafts, how many times as long they took as was expected."""
         self._comparisons = [[0] * len(self._knots) for _ in self._costs]
@@ -82,8 +83,8 @@ class StepCosts:
         return seconds / (self._level[self.sizes[num_rows]] * self._plain_s[num_rows])
 
     def knows(self, num_rows: int) -> bool:
-        """Whether a step without drafts has been observed."""
-        return bool(self._levels[self.sizes[num_rows]])
+        """Whether as many steps without drafts have been observed as others are compared with."""
+        return len(self._levels[self.sizes[num_rows]]) == _PLAIN
 
     def comparisons(self, num_rows: int, drafts: float) -> int:
         """How many steps with about so many drafts of a row have been observed."""
@@ -95,7 +96,7 @@ class StepCosts:
         levels = self._levels[size]
         if not drafts:
             levels.append(seconds / self._plain_s[num_rows])
-            self._level[size] = sorted(levels)[len(levels) // 2]
+            self._level[size] = sorted([*levels, *[1.0] * (_PLAIN - len(levels))])[_PLAIN // 2]
             return
         if not levels:
             return
