@@ -80,6 +80,8 @@ def _feed(peer: h2.connection.H2Connection, data: bytes, stream: int) -> None:
 class Decided:
     """A director that has decided already."""
 
+    usual_heads = None
+
     def __init__(self) -> None:
         booking = Bookings().book("r", ReplicaKey("u", 8000), 1, 0.0)
         endpoints = [f"10.0.0.{n}:8000" for n in range(1, 5)]

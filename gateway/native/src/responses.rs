@@ -3,7 +3,7 @@
 
 use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::types::{PyDict, PyString};
+use pyo3::types::{PyDict, PySet, PyString};
 
 use crate::accounts::Booking;
 use crate::bookings::{Bookings, released};
@@ -45,7 +45,7 @@ impl Responses {
     }
 
     /// Whether the response is streamed; None: it is not usual, and nothing has changed.
-    fn take_in(
+    pub fn take_in(
         &self,
         py: Python<'_>,
         booking: &Bound<'_, Booking>,
@@ -115,5 +115,50 @@ impl Responses {
         };
         let (its, number) = (said.epoch(), said.seq());
         Ok((its == epoch).then_some(News { said: Bound::new(py, said)?, heard, newest: number >= seq }))
+    }
+}
+
+/// Heads of responses by the names of their requests; see `penstock.gateway.picker.compiled.Compiled.Heads`.
+#[pyclass(frozen)]
+pub struct Heads {
+    responses: Py<Responses>,
+    routed: Py<PyDict>,
+    unwatched: Py<PySet>,
+    name: Py<PyString>,
+    ours: Py<PyAny>,
+    clock: Py<PyAny>,
+    told: Py<PyAny>,
+}
+
+#[pymethods]
+impl Heads {
+    #[new]
+    fn new(
+        responses: Py<Responses>,
+        routed: Py<PyDict>,
+        unwatched: Py<PySet>,
+        name: Py<PyString>,
+        ours: Py<PyAny>,
+        clock: Py<PyAny>,
+        told: Py<PyAny>,
+    ) -> Self {
+        Heads { responses, routed, unwatched, name, ours, clock, told }
+    }
+
+    /// Whether the head was usual; if not, nothing has changed.
+    pub fn take_in(&self, noted: &Bound<'_, PyDict>, fields: &Bound<'_, PyDict>, served: Option<&str>) -> PyResult<bool> {
+        let py = noted.py();
+        let Some(name) = noted.get_item(&self.name)? else { return Ok(false) };
+        let Some(routed) = self.routed.bind(py).get_item(&name)? else { return Ok(false) };
+        let booking = routed.getattr(intern!(py, "booking"))?.cast_into::<Booking>()?;
+        let key = booking.borrow().key.clone_ref(py);
+        if !routed.getattr(intern!(py, "prefill_booking"))?.is_none() || !self.ours.call1(py, (key,))?.is_truthy(py)? {
+            return Ok(false);
+        }
+        let now = self.clock.call0(py)?.extract(py)?;
+        let Some(streamed) = self.responses.get().take_in(py, &booking, fields, served, now)? else { return Ok(false) };
+        self.unwatched.bind(py).discard(name)?;
+        self.told.call1(py, (routed, fields.get_item(intern!(py, ":status"))?, now, streamed))?;
+        Ok(true)
     }
 }

@@ -39,6 +39,7 @@ class TracedDirector:
         self._director = director
         self._decisions = decisions
         self._exporter = exporter
+        self.usual_heads = director.usual_heads
         self.preview = director.preview
         self.responded = director.responded
         self.returned = director.returned

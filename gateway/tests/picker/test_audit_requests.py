@@ -44,6 +44,7 @@ async def lines(world: Any, path: Path, count: int) -> list[dict[str, Any]]:
 
 async def test_no_part_of_a_request_gets_into_the_log(world: Any, audit_log: Path) -> None:
     await world.ready()
+    assert world.gateway._extproc.director.usual_heads is None, "each head leaves something in the log"
     answered, refused = world.stream(), world.stream
     body = world.completion(prompt="SECRET " * 20, user="SECRET", stop=["SECRET"], stream=True)
     answer = await answered.ask(body, path=PATH, **KEY, **ODD, **{headers.REQUEST_ID: "one"})

@@ -17,6 +17,7 @@ from penstock.api.fleet import Fleet, Model, Pool, Replica
 from penstock.api.load_report import LoadReport, encode
 from penstock.gateway.extproc.call import ResponseHead, Routed
 from penstock.gateway.extproc.stages.respond import Respond
+from penstock.gateway.extproc.underway import Underway
 from penstock.gateway.flow.control import DEFAULT_LIMITS
 from penstock.gateway.flow.gate import FlowGate
 from penstock.gateway.http.metrics import PickerMetrics
@@ -93,6 +94,8 @@ class World:
         self._reports = OwnReports(state.compiled)
         self._metrics = PickerMetrics(CollectorRegistry(), state.outcomes)
         self._respond = Respond(state, FlowGate(FleetFollower(state), DEFAULT_LIMITS), self._metrics)
+        self._underway = Underway(state.bookings, state.reports)
+        self._heads = self._respond.usual_heads(self._underway, lambda: self.now)
         self.ended: list[tuple[str, ReplicaKey, str]] = []
         self.moved: list[tuple[str, ReplicaKey]] = []
         self.answers: list[ReplicaKey | None] = []
@@ -153,7 +156,8 @@ class World:
         totals, outstanding = [bookings.total(state) for state in State], [bookings.outstanding(key) for key in keys]
         reports = [heard and (heard.report, heard.at) for heard in map(self.state.reports.get, keys)]
         coming = len(self.state._coming)
-        return counts, totals, outstanding, told, dict(bookings.released), sorted(self.ended), self.moved, coming, reports
+        ends = dict(bookings.released), sorted(self.ended), self.moved
+        return counts, totals, outstanding, told, ends, coming, reports, self._underway.unwatched
 
     def _report(self, epoch: int, seq: int) -> LoadReport:
         rng = self._rng
@@ -169,7 +173,7 @@ class World:
 
     def _answer(self, booking: Any) -> None:
         """The head of a response comes, usual or not."""
-        rng = self._rng
+        rng, state = self._rng, self.state
         replica = self.state.directory.replicas.get(rng.choice((booking.key, booking.key, booking.key, self._key())))
         served = rng.choice(
             (replica and replica.endpoint,) * 8 + (None, "", "10.0.0.200:8000", f" {replica and replica.endpoint}")
@@ -198,8 +202,20 @@ class World:
                 fields |= {headers.LOAD: encode(self._report(1, 1), "TEXT"), headers.LOAD_BIN: encode(report, "BIN")[4:]}
             case _:
                 pass
-        routed = Routed(endpoints=[], pool=None, booking=booking, model=MODEL.id, name="m", came=self.now - 0.5)
-        self.answers.append(self._respond.take_in(routed, ResponseHead(headers=fields, served=served), self.now))
+        prefill = state.bookings.book("p", booking.key, 1, self.now) if rng.random() < 0.1 else None
+        routed = Routed(
+            endpoints=[], pool=None, booking=booking, model=MODEL.id, name="m", came=self.now - 0.5, named=f"b-{self._seq}",
+            prefill_booking=prefill,
+        )  # fmt: skip
+        assert routed.named is not None
+        self._underway.add(routed.named, routed)
+        self._underway.passed_on(routed)
+        name, key = rng.choice((routed.named, routed.named, "b-unknown")), booking.key
+        if self._heads is None or not self._heads.take_in({headers.BOOKING: name}, fields, served):
+            known = self._underway.responded(name)
+            head = ResponseHead(headers=fields, served=served)
+            key = None if known is None else self._respond.take_in(known, head, self.now)
+        self.answers.append(key)
 
     def counted(self) -> list[Any]:
         """What is told of answers."""
@@ -370,6 +386,51 @@ def test_usual_responses_are_one_call(monkeypatch: pytest.MonkeyPatch, *, stream
     state.unreachable(ReplicaKey("u1", 8001), 0.0)
     with pytest.raises(NotImplementedError):
         answered(key, address)
+
+
+def test_usual_heads_are_one_call_and_others_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    state = FleetState(compiled=COMPILED)
+    respond = Respond(state, FlowGate(FleetFollower(state), DEFAULT_LIMITS), PickerMetrics(CollectorRegistry(), state.outcomes))
+    underway = Underway(state.bookings, state.reports)
+    heads = respond.usual_heads(underway, lambda: 7.0)
+    assert heads is not None
+    replicas = [
+        Replica(uid=f"u{n}", name="r", pool="p", host=f"10.0.0.{n}", port=8000,
+                events_port=1, replay_port=1, ready=True, engine=engine)
+        for n, engine in enumerate(("penstock", "vllm"))
+    ]  # fmt: skip
+    state.update(Fleet(models=[MODEL], pools=[Pool(id="p", model=MODEL.id)], replicas=replicas))
+
+    def no_steps(*_: object) -> bool | None:
+        raise NotImplementedError
+
+    monkeypatch.setattr(respond, "take_in", no_steps)
+    monkeypatch.setattr(underway, "responded", no_steps)
+
+    def asked(name: str, uid: str = "u0", *, prefilled: bool = False) -> Any:
+        booking, prefill = (state.bookings.book(name, ReplicaKey(uid, 8000), 1, 0.0) for _ in range(2))
+        routed = Routed(endpoints=[], pool=None, booking=booking, model=MODEL.id, name="m", came=0.0, named=name)
+        routed.prefill_booking = prefill if prefilled else None
+        underway.add(name, routed)
+        underway.passed_on(routed)
+        return booking
+
+    good = {":status": "200", "content-type": "text/event-stream"}
+    first, foreign, pair = asked("a"), asked("b", "u1"), asked("c", prefilled=True)
+    for name, fields, served in (
+        ("z", good, "10.0.0.0:8000"),
+        ("a", good | {":status": "503"}, "10.0.0.0:8000"),
+        ("a", good, "10.0.0.1:8000"),
+        ("b", good, "10.0.0.1:8000"),
+        ("c", good, "10.0.0.0:8000"),
+    ):
+        assert not heads.take_in({headers.BOOKING: name}, fields, served)
+    assert not heads.take_in({}, good, "10.0.0.0:8000")
+    assert underway.unwatched == {"a", "b", "c"} and {it.state for it in (first, foreign, pair)} == {State.PENDING}
+    assert heads.take_in({headers.BOOKING: "a"}, good, "10.0.0.0:8000")
+    assert (first.state, first.responded_at, underway.unwatched) == (State.UNREPORTED, 7.0, {"b", "c"})
+    (outcome,) = state.outcomes.view(state.directory.names)
+    assert (outcome.requests, sum(outcome.ttft_counts)) == (1, 1)
 
 
 @pytest.mark.parametrize("compiled", [None, COMPILED])

@@ -24,6 +24,7 @@ from penstock.gateway.extproc.call import Answered, Call, Refused, ResponseHead,
 from penstock.gateway.extproc.exchange import Exchange, UnsupportedMode
 from penstock.gateway.picker.bookings import Bookings
 from penstock.gateway.picker.candidates import ReplicaKey
+from penstock.gateway.picker.compiled import UsualHeads
 
 DUPLEX, BUFFERED = ProcessingMode.FULL_DUPLEX_STREAMED, ProcessingMode.BUFFERED
 ENDPOINTS = "10.0.0.1:8000,10.0.0.2:8000"
@@ -31,6 +32,8 @@ ENDPOINTS = "10.0.0.1:8000,10.0.0.2:8000"
 
 class FixedDirector:
     """Sends everything to the same place, or refuses it."""
+
+    usual_heads: UsualHeads | None = None
 
     def __init__(self, refusal: Refused | None = None, body: bytes | None = None) -> None:
         self.calls: list[Call] = []

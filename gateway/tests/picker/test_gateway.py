@@ -63,6 +63,10 @@ async def test_a_request_goes_where_its_prefix_is_and_says_why(world: Any) -> No
     assert decisions[0]["candidates"][1]["terms"]["prefill_s"] == pytest.approx(0.064)
 
 
+async def test_the_package_takes_in_usual_heads_where_it_is(world: Any) -> None:
+    assert (world.gateway._extproc.director.usual_heads is None) == (installed() is None)
+
+
 async def test_simultaneous_requests_spread(world: Any) -> None:
     await world.ready()
     streams = [world.stream() for _ in range(20)]

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from test_exchange import DUPLEX, TRAILERS, FixedDirector, chunk, head
 
 from penstock.api import headers
+from penstock.api.fleet import Fleet, Model, Pool, Replica
 from penstock.gateway._pb.envoy.extensions.filters.http.ext_proc.v3.processing_mode_pb2 import ProcessingMode
 from penstock.gateway._pb.envoy.service.ext_proc.v3.external_processor_pb2 import HttpHeaders, ProcessingRequest
 from penstock.gateway.extproc import service
@@ -26,7 +27,10 @@ from penstock.gateway.extproc.wire import wire_of
 from penstock.gateway.h2 import frames, server
 from penstock.gateway.h2.messages import prefixed
 from penstock.gateway.h2.server import Server, ServerProtocol
+from penstock.gateway.load.own_reports import OwnReports
+from penstock.gateway.picker.candidates import ReplicaKey
 from penstock.gateway.picker.compiled import MODULE, installed
+from penstock.gateway.picker.state import FleetState
 
 pytest.importorskip(MODULE, reason="penstock-gateway-native is not built: make native")
 CALL = [
@@ -306,6 +310,47 @@ async def test_a_usual_request_and_a_shown_head_make_no_call(monkeypatch: pytest
     assert [type(it) for it in side.director.heard] == [tuple, str, tuple, str, tuple]
     assert side.director.gone_on.named and side.director.gone_on.choice is None, "it has figures of all replicas"
     assert side.counts() == (0, 0, 0, 0, 0)
+
+
+class Heads:
+    """What heads need of a fleet whose one request is named `b-1`, and what is told of them."""
+
+    def __init__(self, *, fails: bool = False) -> None:
+        state = FleetState(compiled=installed())
+        model = Model(id="b/m", served_names=["m"])
+        replica = Replica(uid="u", name="r", pool="p", host="10.0.0.1", port=8000, events_port=1, replay_port=1, ready=True)
+        state.update(Fleet(models=[model], pools=[Pool(id="p", model="b/m")], replicas=[replica]))
+        booking = state.bookings.book("q", ReplicaKey("u", 8000), 1, 0.0)
+        routed = Routed(endpoints=[], pool=None, booking=booking, model="b/m", name="m", came=0.0)
+        responses, self.told, self._fails = state.usual_responses(OwnReports(state.compiled).reader), list[object](), fails
+        assert state.compiled is not None and responses is not None
+        at = {"b-1": routed}, set[str](), headers.BOOKING
+        self.usual = state.compiled.Heads(responses, *at, lambda _: True, lambda: 1.0, self._told)
+
+    def _told(self, *said: object) -> None:
+        if self._fails:
+            raise ValueError("a mistake")
+        self.told.append(said[1:])
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("fails", [False, True])
+async def test_a_usual_head_is_not_told_of_and_any_other_is(monkeypatch: pytest.MonkeyPatch, *, fails: bool) -> None:
+    heads = Heads(fails=fails)
+    answers = list[list[dict[int, bytes]]]()
+    for usual, told_of in ((None, 2), (heads.usual, 1 + fails)):
+        monkeypatch.setattr(Sayer, "usual_heads", usual)
+        side, said = Side(whole=True), list[dict[int, bytes]]()
+        for stream, kind in ((1, "text/html"), (3, "application/json")):
+            message = shown()
+            message.response_headers.headers.headers.add(key="content-type", raw_value=kind.encode())
+            (read,) = read_by_read(CALL, prefixed(message.SerializeToString()), stream=stream)
+            said.append(await side.said(read))
+        assert len(side.director.heard) == told_of
+        assert side.counts() == (0, 0, 0, 0, 0)
+        answers.append(said)
+    assert heads.told == ([] if fails else [("200", 1.0, False)])
+    assert answers[0] == answers[1]
 
 
 async def test_the_end_of_a_shown_head_goes_out_with_what_somebody_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:

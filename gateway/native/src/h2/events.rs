@@ -50,6 +50,7 @@ pub fn deliver(me: &Bound<'_, Connection>) -> PyResult<()> {
             }
             Then::Tell(Event::Response(fields, noted, served), _) => {
                 let message = match noted {
+                    Some(noted) if of.get().takes(noted.bind(py), fields.bind(py), served.as_deref()) => py.None(),
                     Some(noted) => taker.call_method1(py, intern!(py, "response"), (noted, fields, served))?,
                     None => py.None(),
                 };

@@ -10,6 +10,7 @@ use super::connection::Core;
 use super::head::Head;
 use super::stream::Stream;
 use crate::messages::{HttpHeaders, ProcessingRequest, Request};
+use crate::responses::Heads;
 use crate::wire::{Usual, Wire};
 
 /// Of a message of gRPC: whether it is compressed, and its size.
@@ -28,6 +29,7 @@ pub struct Exchanges {
     ok: Vec<u8>,
     ok_alone: Vec<u8>,
     pub usual: Usual,
+    heads: Option<Py<Heads>>,
 }
 
 #[pymethods]
@@ -44,8 +46,9 @@ impl Exchanges {
         ok: Vec<u8>,
         ok_alone: Vec<u8>,
         usual: Usual,
+        heads: Option<Py<Heads>>,
     ) -> Self {
-        Exchanges { path, phase, wire, most_bytes, chunk_bytes: chunk_bytes.max(1), head, ok, ok_alone, usual }
+        Exchanges { path, phase, wire, most_bytes, chunk_bytes: chunk_bytes.max(1), head, ok, ok_alone, usual, heads }
     }
 }
 
@@ -89,6 +92,15 @@ impl Exchanges {
                 }
             }
         }
+    }
+
+    /// Takes in the head of a response; whether it was usual. A mistake is shown, and is then Python's to deal with.
+    pub fn takes(&self, noted: &Bound<'_, PyDict>, fields: &Bound<'_, PyDict>, served: Option<&str>) -> bool {
+        let Some(heads) = &self.heads else { return false };
+        heads.get().take_in(noted, fields, served).unwrap_or_else(|mistake| {
+            mistake.write_unraisable(noted.py(), None);
+            false
+        })
     }
 
     pub fn wire(&self) -> &Wire {

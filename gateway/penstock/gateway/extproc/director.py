@@ -54,6 +54,7 @@ class PickDirector:
         self._respond = respond
         self._underway = underway
         self._metrics = metrics
+        self.usual_heads = respond.usual_heads(underway, time.monotonic)
 
     def preview(self, call: Call) -> None:
         """Refuses paths that do not exist, and bodies that cannot be read, before the bodies have come."""

@@ -19,6 +19,7 @@ from penstock.gateway.extproc.call import SHUTTING_DOWN, Answered, Call, Refused
 from penstock.gateway.extproc.ceiling import Ceiling
 from penstock.gateway.extproc.wire import Answer, Message, Modes, PlainWire, Wire
 from penstock.gateway.picker.choice import MAX_ENDPOINTS
+from penstock.gateway.picker.compiled import UsualHeads
 from penstock.gateway.picker.subset import Subset, parse_subset
 
 # What the endpoint-picker protocol requires of a gateway; older Envoys do not say what they do.
@@ -36,6 +37,11 @@ class HandedOver(Exception):
 
 class Director(Protocol):
     """Makes the decisions of the exchanges."""
+
+    @property
+    def usual_heads(self) -> UsualHeads | None:
+        """What may take in heads of responses without `returned`; None: nothing does."""
+        ...
 
     def preview(self, call: Call) -> None:
         """Looks at the head of a request; raises `Refused` where no body could save it."""

@@ -30,8 +30,9 @@ class Underway:
         self._reports = reports
         self._process = secrets.token_hex(4)
         self._numbers = itertools.count()
-        self._routed: dict[str, Routed] = {}
-        self._unwatched: set[str] = set()
+        self.routed: dict[str, Routed] = {}
+        """The requests by name, for those who only look."""
+        self.unwatched: set[str] = set()
         """Requests whose exchange with the picker is over, and whose response had not been seen at the last sweep."""
         self._done: set[str] = set()
         """Requests whose bookings were released before the last sweep."""
@@ -39,7 +40,7 @@ class Underway:
         """The last of those that had ended before the heads of their responses came."""
 
     def __len__(self) -> int:
-        return len(self._routed)
+        return len(self.routed)
 
     def name(self) -> str:
         """A name for one more request, which no other process gives."""
@@ -51,31 +52,31 @@ class Underway:
 
     def add(self, name: str, routed: Routed) -> None:
         """The request goes on to its replica."""
-        self._routed[name] = routed
+        self.routed[name] = routed
 
     def get(self, name: str) -> Routed | None:
         """The request of that name; None where it has ended, or is another process's."""
-        return self._routed.get(name)
+        return self.routed.get(name)
 
     def responded(self, name: str) -> Routed | None:
         """The head of its response has come; returns what `get` does."""
-        self._unwatched.discard(name)
-        return self._routed.get(name)
+        self.unwatched.discard(name)
+        return self.routed.get(name)
 
     def unanswered(self, name: str) -> bool:
         """Return whether the request's exchange is over and no head of a response has come."""
-        return name in self._unwatched
+        return name in self.unwatched
 
     def passed_on(self, routed: Routed) -> None:
         """Record that no exchange observes the request until its response comes."""
         assert routed.named is not None
-        self._unwatched.add(routed.named)
+        self.unwatched.add(routed.named)
 
     def ended(self, name: str) -> Routed | None:
         """Envoy has done with the request, whatever became of it; returns what `get` would have."""
-        routed = self._routed.pop(name, None)
-        if name in self._unwatched:
-            self._unwatched.remove(name)
+        routed = self.routed.pop(name, None)
+        if name in self.unwatched:
+            self.unwatched.remove(name)
             if routed is not None and routed.booking.unanswered:
                 self._counted[name] = None
                 if len(self._counted) > COUNTED_KEPT:
@@ -91,15 +92,15 @@ class Underway:
         no longer add to what their replicas report: a replica that is never idle reports the requests that it has, and a lost
         one would add to that for an hour. Forget requests that only lack Envoy's entry, if their bookings were released before
         the last sweep."""
-        for name in list(self._unwatched):
-            routed = self._routed.get(name)
+        for name in list(self.unwatched):
+            routed = self.routed.get(name)
             if routed is None or not routed.booking.unanswered:
-                self._unwatched.discard(name)
+                self.unwatched.discard(name)
             elif now >= routed.booking.made_at + RESPONSE_S:
                 self._grown_old(routed, now)
         for name in self._done:
-            self._routed.pop(name, None)
-        self._done = {name for name, routed in self._routed.items() if routed.booking.state is State.RELEASED}
+            self.routed.pop(name, None)
+        self._done = {name for name, routed in self.routed.items() if routed.booking.state is State.RELEASED}
 
     def _grown_old(self, routed: Routed, now: float) -> None:
         for booking in filter(None, (routed.booking, routed.prefill_booking)):

@@ -55,7 +55,8 @@ class WholeExchanges:
         phase = headers.PHASE, headers.REQUEST_PHASE
         self._service = service
         self.exchanges = compiled.Exchanges(
-            *(path, phase, wire.compiled, MOST_BYTES, answers.CHUNK_BYTES, RESPONSE_HEAD, OK, OK_ALONE, answers.USUAL)
+            *(path, phase, wire.compiled, MOST_BYTES, answers.CHUNK_BYTES, RESPONSE_HEAD, OK, OK_ALONE, answers.USUAL),
+            service.director.usual_heads,
         )
 
     def taker(self, peer: ServerProtocol) -> "Taker":
@@ -159,7 +160,8 @@ class Taker:
         return Asked(self._decide(stream, call, place, begun=begun), self._peer.step_soon, place.close)
 
     def response(self, noted: Mapping[str, str], fields: dict[str, str], served: str | None) -> bytes | None:
-        """The head of a response has come, and what was noted of its request; returns the answer, if there is one."""
+        """The head of a response has come that is not one of `Director.usual_heads`, and what was noted of its request; returns
+        the answer, if there is one."""
         try:
             self._service.director.returned(noted, ResponseHead(headers=fields, served=served))
         except Exception:

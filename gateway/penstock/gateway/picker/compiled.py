@@ -18,7 +18,7 @@ from penstock.gateway.picker.figures import Figures, Floats, Rates
 from penstock.gateway.residency.index import MAX_BLOCKS, MAX_BLOCKS_PER_REPLICA, Knowledge, ResidencyIndex
 
 PACKAGE, MODULE = "penstock-gateway-native", "penstock_gateway_native"
-INTERFACE = 18
+INTERFACE = 19
 """Number of what follows; rises with each change of it. A package with another number is not used."""
 
 log = logging.getLogger(__name__)
@@ -156,9 +156,22 @@ class ReportReader(Protocol):
         ...
 
 
-UsualResponses = Callable[[Any, Mapping[str, str], str | None, float], bool | None]
-"""Takes in the head of a response at a moment (monotonic seconds), where that is usual: the booking, the headers, who answered.
-Returns whether the answer is streamed. None: it is not usual, and nothing has changed."""
+class UsualResponses(Protocol):
+    """Takes in heads of responses."""
+
+    def take_in(self, booking: Any, fields: Mapping[str, str], served: str | None, now: float) -> bool | None:
+        """Takes in a head at a moment (monotonic seconds), where that is usual: the booking, the headers, who answered. Returns
+        whether the answer is streamed. None: it is not usual, and nothing has changed."""
+        ...
+
+
+class UsualHeads(Protocol):
+    """Takes in heads of responses by the names of their requests."""
+
+    def take_in(self, noted: dict[str, str], fields: dict[str, str], served: str | None) -> bool:
+        """What `penstock.gateway.extproc.exchange.Director.returned` does, where the head is usual; False: it is not, and nothing
+        has changed."""
+        ...
 
 
 class Compiled(Protocol):
@@ -260,7 +273,7 @@ class Compiled(Protocol):
         heard: Mapping[ReplicaKey, Any],
         troubled: Mapping[ReplicaKey, Any],
         loads: Sequence[str],
-    ) -> Any:
+    ) -> UsualResponses:
         """What takes in usual responses: its `take_in` is `penstock.gateway.extproc.stages.respond.Respond.take_in` where the
         replica of the booking has answered with 2xx, without a report or with a later one of the same process as `reader` reads
         them, and none is troubled.
@@ -271,6 +284,29 @@ class Compiled(Protocol):
             heard: The newest reports: `penstock.gateway.load.reports.ReportStore.heard`.
             troubled: `penstock.gateway.picker.outliers.Outliers.records`.
             loads: The headers with reports: what `reader` reads, and another encoding.
+        """
+        ...
+
+    def Heads(
+        self,
+        responses: UsualResponses,
+        routed: Mapping[str, Any],
+        unwatched: set[str],
+        name: str,
+        ours: Callable[[ReplicaKey], bool],
+        clock: Callable[[], float],
+        told: Callable[[Any, str, float, bool], None],
+    ) -> UsualHeads:
+        """What takes in heads that `responses` finds usual, of requests without a prefill replica.
+
+        Args:
+            responses: Made by `Responses`.
+            routed: The `penstock.gateway.extproc.call.Routed` of each request, as it is now.
+            unwatched: Those whose responses have not been seen.
+            name: The note that has a request's name.
+            ours: Whether a replica has an engine of ours.
+            clock: Monotonic seconds.
+            told: Hears of each that was taken in: the request, the status, the moment, and whether the answer is streamed.
         """
         ...
 
@@ -356,6 +392,7 @@ class Compiled(Protocol):
         ok: bytes,
         ok_alone: bytes,
         usual: object,
+        heads: UsualHeads | None,
     ) -> object:
         """What exchanges of ext_proc have in common that connections take in by themselves; see
         `penstock.gateway.extproc.whole`.
@@ -370,6 +407,7 @@ class Compiled(Protocol):
             ok: The trailers of one that was right.
             ok_alone: The same where there is no answer before them.
             usual: What usual answers to requests have in common: a `penstock.gateway.extproc.answers.Usual`.
+            heads: Takes in usual heads of responses; None: all are told of.
         """
         ...
 

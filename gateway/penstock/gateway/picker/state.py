@@ -213,7 +213,7 @@ class FleetState:
         """What takes in usual responses, whose reports `reader` reads; None: there is no such thing in Python."""
         if self.compiled is None or reader is None:
             return None
-        return self.compiled.Responses(self.bookings, reader, self.reports.heard, self.outliers.records, headers.LOADS).take_in
+        return self.compiled.Responses(self.bookings, reader, self.reports.heard, self.outliers.records, headers.LOADS)
 
     def mute(self, key: ReplicaKey) -> None:
         """Record that `key` answered its load poll with something else, so that its adapters stay unknown."""

@@ -2,17 +2,18 @@
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from penstock.api import headers, load_report
 from penstock.api.load_report import LoadReport, LoadReportError
 from penstock.gateway.extproc.call import ResponseHead, Routed, printable
+from penstock.gateway.extproc.underway import Underway
 from penstock.gateway.flow.gate import FlowGate
 from penstock.gateway.http.metrics import PickerMetrics
 from penstock.gateway.load.foreign import from_orca
 from penstock.gateway.load.own_reports import OwnReports, sane
 from penstock.gateway.picker.candidates import ReplicaKey
-from penstock.gateway.picker.compiled import Said
+from penstock.gateway.picker.compiled import Said, UsualHeads
 from penstock.gateway.picker.state import FleetState
 
 UNAVAILABLE = ("502", "503", "504")
@@ -31,6 +32,14 @@ class Respond:
         self._own_reports = OwnReports(state.compiled)
         self._usual = state.usual_responses(self._own_reports.reader)
 
+    def usual_heads(self, underway: Underway, clock: Callable[[], float]) -> UsualHeads | None:
+        """What does `run` for those of the requests `underway` whose heads are usual; None: there is no such thing in Python.
+        `clock`: monotonic seconds."""
+        if self._usual is None or self._state.compiled is None:
+            return None
+        its = underway.routed, underway.unwatched, headers.BOOKING
+        return self._state.compiled.Heads(self._usual, *its, self._ours, clock, self._taken_in)
+
     def run(self, routed: Routed, head: ResponseHead) -> list[tuple[str, str]]:
         """Takes in the head of the response; returns headers to add to it."""
         if _informs(head.headers.get(":status", "")):
@@ -45,13 +54,20 @@ class Respond:
     def take_in(self, routed: Routed, head: ResponseHead, now: float) -> ReplicaKey | None:
         """Takes in the head of the response; returns who has answered, as far as that is known."""
         key = routed.booking.key
-        if self._usual is not None and routed.prefill_booking is None and self._state.engine(key) == "penstock":
-            streamed = self._usual(routed.booking, head.headers, head.served, now)
+        if self._usual is not None and routed.prefill_booking is None and self._ours(key):
+            streamed = self._usual.take_in(routed.booking, head.headers, head.served, now)
             if streamed is not None:
-                self._metrics.answered(routed.model, head.headers[":status"], now - routed.came, streamed=streamed)
-                self._gate.wake()
+                self._taken_in(routed, head.headers[":status"], now, streamed)
                 return key
         return self._uncommon(routed, head, now)
+
+    def _ours(self, key: ReplicaKey) -> bool:
+        return self._state.engine(key) == "penstock"
+
+    def _taken_in(self, routed: Routed, status: str, now: float, streamed: bool) -> None:
+        """The head of a usual response was taken in."""
+        self._metrics.answered(routed.model, status, now - routed.came, streamed=streamed)
+        self._gate.wake()
 
     def _uncommon(self, routed: Routed, head: ResponseHead, now: float) -> ReplicaKey | None:
         """As `take_in`, whatever has answered and however."""
@@ -71,7 +87,7 @@ class Respond:
         streamed = good and head.streams
         if streamed:
             # Reports of others' engines have no number of their own: the next one asked for includes this request.
-            ours = report is not None and state.engine(key) == "penstock"
+            ours = report is not None and self._ours(key)
             state.bookings.responded(booking, (report.epoch, report.seq) if report and ours else None, now)
         else:  # complete, or refused: nothing runs on
             state.bookings.release(booking, "answered" if good else "error_status")
@@ -110,7 +126,7 @@ class Respond:
         if value is None:
             return None
         try:
-            if self._state.engine(key) == "penstock":
+            if self._ours(key):
                 return self._own_reports.read(value)
             heard = self._state.reports.get(key)
             report = from_orca(heard.report if heard else None, load_report.decode_metrics(value))
