@@ -167,7 +167,7 @@ def test_the_quick_cost_is_the_sum_of_all_parts_whatever_has_changed(rounds: lis
                 case "fleet", count:
                     columns.update([replica(at) for at in range(count)])
         one = slate_of(asked, columns, columns.open, np.arange(len(columns.replicas)) * 30.0, NOW, 0)
-        whole = estimate(one).cost_s(horizon(one.max_tokens), one.figures.correction)
+        whole = estimate(one).cost_s(horizon(one.request.max_tokens), one.figures.correction)
         assert cost_s(one) == pytest.approx(whole, rel=1e-9, abs=1e-12)
 
 
