@@ -58,6 +58,7 @@ impl<'a> PieceWords<'a, '_> {
 impl<'a> Iterator for PieceWords<'a, '_> {
     type Item = &'a str;
 
+    #[inline]
     fn next(&mut self) -> Option<&'a str> {
         if let Some(word) = self.cuts.next() {
             self.at = self.base + word.end;
@@ -85,6 +86,7 @@ impl<'a> Cuts<'a> {
     }
 
     /// The next place for a cut.
+    #[inline]
     fn end(&mut self) -> Option<usize> {
         let bytes = self.text.as_bytes();
         loop {
@@ -105,6 +107,7 @@ impl<'a> Cuts<'a> {
 impl Iterator for Cuts<'_> {
     type Item = Range<usize>;
 
+    #[inline]
     fn next(&mut self) -> Option<Range<usize>> {
         let start = self.start;
         self.start = self.end().unwrap_or(self.text.len());
