@@ -344,6 +344,23 @@ def test_while_look_ups_gain_more_than_they_cost_each_step_has_one():
     assert depth.rests(2)
 
 
+def test_a_single_row_looks_up_in_vain_for_longer_than_many():
+    """Its text may repeat a little later; among many rows, as many look-ups have shown more."""
+
+    def in_vain(num_rows):
+        depth, rows, count = DraftDepth(4, 8, CHEAP), np.arange(num_rows, dtype=np.int32), 0
+        for _ in range(200):
+            depth.observe(rows, np.full(num_rows, 8, np.int32), np.full(num_rows, 8, np.int32))
+        depth.found_nothing(rows)
+        while not depth.rests(num_rows):
+            depth.in_vain(num_rows, 0.1 / depth.costs.in_steps(num_rows, 1.0))
+            depth.found_nothing(rows)
+            count += 1
+        return count
+
+    assert in_vain(1) > 2 * in_vain(4)
+
+
 def test_what_one_size_of_batch_gains_says_nothing_of_another():
     depth = DraftDepth(4, 8, CHEAP)
     depth.observe(np.array([0], np.int32), np.array([8], np.int32), np.array([8], np.int32))

@@ -57,8 +57,8 @@ _LONGEST_WAIT: Final = 8
 """Steps for which a proposer that has found nothing is not asked again, at most: its text may begin to repeat at any token."""
 _SOONER: Final = 4
 """Times as soon a proposer is asked again after a find: one among many look-ups in vain is no text that repeats."""
-_ASKED: Final = 0.05
-"""Weight of a look-up in what one is worth."""
+_ASKED, _MOST_ASKED = 0.02, 0.05
+"""Weight of a row in what a look-up is worth, and of all rows. The text of one repeats now and then, for many steps in a row."""
 _STANDS: Final = 7
 """Steps for which a choice of all drafts stands, unless one of them is wrong. To choose and to learn what it has cost takes a
 twentieth of a small model's step."""
@@ -237,7 +237,7 @@ class DraftDepth:
     def _asked(self, num_rows: int, gained: float) -> None:
         """Takes in what a look-up has gained, in steps."""
         size = self.costs.sizes[num_rows]
-        self._worth[size] += _ASKED * (gained - self._worth[size])
+        self._worth[size] += min(_ASKED * num_rows, _MOST_ASKED) * (gained - self._worth[size])
 
     @property
     def _is_worth_it(self) -> bool:
