@@ -21,6 +21,7 @@ mod pick;
 mod prefixes;
 mod price;
 mod report;
+mod requests;
 mod residency;
 mod responses;
 mod text;
@@ -54,7 +55,7 @@ fn chain<'py>(
 #[pymodule]
 fn penstock_gateway_native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     // Number of the interface in `penstock.gateway.picker.compiled`.
-    module.add("INTERFACE", 19)?;
+    module.add("INTERFACE", 20)?;
     module.add("VERSION", env!("CARGO_PKG_VERSION"))?;
     module.add("FIGURES", price::FIGURES)?;
     module.add_class::<bookings::Bookings>()?;
@@ -67,6 +68,8 @@ fn penstock_gateway_native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<hashes::BlockHashes>()?;
     module.add_class::<index::ResidencyIndex>()?;
     module.add_class::<report::ReportReader>()?;
+    module.add_class::<requests::Requests>()?;
+    module.add_class::<requests::Route>()?;
     module.add_class::<responses::Heads>()?;
     module.add_class::<responses::Responses>()?;
     module.add_class::<text::TextHasher>()?;

@@ -122,7 +122,7 @@ pub struct Picked {
     table: Vec<f64>,
     /// The request at the first of them; None: nobody has asked for it.
     #[pyo3(get)]
-    booking: Option<Py<Booking>>,
+    pub booking: Option<Py<Booking>>,
 }
 
 #[pymethods]
@@ -148,6 +148,24 @@ fn bytes<'py>(py: Python<'py>, values: &[f64]) -> Bound<'py, PyBytes> {
     PyBytes::new(py, &values.iter().flat_map(|value| value.to_ne_bytes()).collect::<Vec<_>>())
 }
 
+/// What a request asks of the replicas of its model.
+pub struct Wanted<'a, 'py> {
+    /// Names of the blocks of its prompt.
+    pub hashes: &'a Bound<'py, PyAny>,
+    pub block_size: usize,
+    /// The rows whose caches count; None: all.
+    pub among: Option<&'a [u8]>,
+    pub now: f64,
+    pub prompt_tokens: usize,
+    /// Output tokens whose inter-token time counts.
+    pub tokens: f64,
+    pub word: u64,
+    pub tolerance: f64,
+    pub most: usize,
+    /// Its id and answers; None: it is not booked.
+    pub books: Option<(String, i64)>,
+}
+
 #[pyfunction]
 #[allow(clippy::too_many_arguments)]
 pub fn pick(
@@ -166,15 +184,34 @@ pub fn pick(
     most: usize,
     books: Option<(String, i64)>,
 ) -> PyResult<Picked> {
+    let among = values(folded.py(), among.as_ref())?;
+    let among = among.as_deref();
+    picked(
+        folded,
+        &index,
+        coming,
+        rates,
+        Wanted { hashes, block_size, among, now, prompt_tokens, tokens, word, tolerance, most, books },
+    )
+}
+
+/// See `penstock.gateway.picker.compiled.Compiled.pick`.
+pub fn picked(
+    folded: &Bound<'_, Folded>,
+    index: &ResidencyIndex,
+    coming: &Bound<'_, Coming>,
+    rates: &Bound<'_, PyAny>,
+    wanted: Wanted<'_, '_>,
+) -> PyResult<Picked> {
+    let Wanted { hashes, block_size, among, now, prompt_tokens, .. } = wanted;
     let (py, most_blocks) = (folded.py(), prompt_tokens.saturating_sub(1) / block_size.max(1));
     let all = coming.get().bookings(py);
     let mut of = folded.borrow_mut();
     of.fold(py, rates, block_size, now)?;
     let resident = vec![Cell::new(0.0); of.figures(py)?.rows];
-    let rows = of.rows_by_bit(py, &index)?;
+    let rows = of.rows_by_bit(py, index)?;
     index.add_to(hashes, most_blocks, block_size, |bit| rows.get(bit).copied().unwrap_or(-1), &resident)?;
-    let among = values(py, among.as_ref())?;
-    let counts = |row: usize| among.as_ref().is_none_or(|among| among.get(row).is_some_and(|&it| it != 0));
+    let counts = |row: usize| among.is_none_or(|among| among.get(row).is_some_and(|&it| it != 0));
     resident.iter().enumerate().filter(|&(row, _)| !counts(row)).for_each(|(_, cell)| cell.set(0.0));
     let bookings = all.borrow();
     if bookings.expects() {
@@ -193,6 +230,7 @@ pub fn pick(
         may: of.may.as_deref(),
         last_resorts: None,
     };
+    let Wanted { tokens, word, tolerance, most, books, .. } = wanted;
     let asked = Asked { prompt_tokens: prompt_tokens as f64, tokens, word, tolerance, most, limit: None };
     let (rows, scores, limit, ttft_s) = known.ranked(&asked)?;
     let table = (0..price::FIGURES.len()).flat_map(|figure| rows.iter().map(move |&row| (figure, row)));

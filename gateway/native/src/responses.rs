@@ -16,6 +16,7 @@ pub struct Responses {
     reader: Py<ReportReader>,
     heard: Py<PyDict>,
     troubled: Py<PyDict>,
+    ours: Py<PyAny>,
     loads: (Py<PyString>, Py<PyString>),
 }
 
@@ -39,20 +40,22 @@ impl Responses {
         reader: Py<ReportReader>,
         heard: Py<PyDict>,
         troubled: Py<PyDict>,
+        ours: Py<PyAny>,
         loads: (Py<PyString>, Py<PyString>),
     ) -> Self {
-        Responses { bookings, reader, heard, troubled, loads }
+        Responses { bookings, reader, heard, troubled, ours, loads }
     }
 
     /// Whether the response is streamed; None: it is not usual, and nothing has changed.
     pub fn take_in(
         &self,
-        py: Python<'_>,
-        booking: &Bound<'_, Booking>,
+        routed: &Bound<'_, PyAny>,
         fields: &Bound<'_, PyDict>,
         served: Option<&str>,
         now: f64,
     ) -> PyResult<Option<bool>> {
+        let py = routed.py();
+        let booking = &routed.getattr(intern!(py, "booking"))?.cast_into::<Booking>()?;
         let is = |name: &Bound<'_, PyString>, usual: fn(&str) -> Option<bool>| -> PyResult<Option<bool>> {
             Ok(fields.get_item(name)?.and_then(|it| usual(it.cast::<PyString>().ok()?.to_str().ok()?)))
         };
@@ -66,6 +69,9 @@ impl Responses {
             return Ok(None);
         };
         let key = booking.borrow().key.clone_ref(py).into_bound(py);
+        if !routed.getattr(intern!(py, "prefill_booking"))?.is_none() || !self.ours.bind(py).call1((&key,))?.is_truthy()? {
+            return Ok(None);
+        }
         let news = match fields.get_item(&self.loads.0)? {
             _ if fields.contains(&self.loads.1)? => return Ok(None),
             Some(text) => match self.news(&key, &text)? {
@@ -125,7 +131,6 @@ pub struct Heads {
     routed: Py<PyDict>,
     unwatched: Py<PySet>,
     name: Py<PyString>,
-    ours: Py<PyAny>,
     clock: Py<PyAny>,
     told: Py<PyAny>,
 }
@@ -138,11 +143,10 @@ impl Heads {
         routed: Py<PyDict>,
         unwatched: Py<PySet>,
         name: Py<PyString>,
-        ours: Py<PyAny>,
         clock: Py<PyAny>,
         told: Py<PyAny>,
     ) -> Self {
-        Heads { responses, routed, unwatched, name, ours, clock, told }
+        Heads { responses, routed, unwatched, name, clock, told }
     }
 
     /// Whether the head was usual; if not, nothing has changed.
@@ -150,13 +154,8 @@ impl Heads {
         let py = noted.py();
         let Some(name) = noted.get_item(&self.name)? else { return Ok(false) };
         let Some(routed) = self.routed.bind(py).get_item(&name)? else { return Ok(false) };
-        let booking = routed.getattr(intern!(py, "booking"))?.cast_into::<Booking>()?;
-        let key = booking.borrow().key.clone_ref(py);
-        if !routed.getattr(intern!(py, "prefill_booking"))?.is_none() || !self.ours.call1(py, (key,))?.is_truthy(py)? {
-            return Ok(false);
-        }
         let now = self.clock.call0(py)?.extract(py)?;
-        let Some(streamed) = self.responses.get().take_in(py, &booking, fields, served, now)? else { return Ok(false) };
+        let Some(streamed) = self.responses.get().take_in(&routed, fields, served, now)? else { return Ok(false) };
         self.unwatched.bind(py).discard(name)?;
         self.told.call1(py, (routed, fields.get_item(intern!(py, ":status"))?, now, streamed))?;
         Ok(true)

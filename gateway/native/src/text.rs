@@ -22,7 +22,7 @@ const MOST_WORDS: usize = 57_344;
 const MOST_LONG_BYTES: usize = 4 << 20;
 
 /// The tokens of a prompt, and the names of its blocks.
-type Hashed = (usize, BlockHashes);
+pub type Hashed = (usize, BlockHashes);
 /// What `Bpe::new` takes.
 type Merges = (Vec<String>, HashMap<String, u32>, Vec<(String, String)>, bool, Vec<String>);
 
@@ -105,7 +105,7 @@ impl TextHasher {
 
     /// See `penstock.gateway.picker.compiled.TextHasher`. Other threads run meanwhile, but for `encode` and `skeleton`.
     #[allow(clippy::too_many_arguments)]
-    fn chat(
+    pub fn chat(
         &self,
         py: Python<'_>,
         messages: &Bound<'_, PyAny>,

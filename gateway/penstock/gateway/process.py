@@ -25,6 +25,7 @@ from penstock.gateway.audit.director import Audit
 from penstock.gateway.audit.writer import AuditWriter
 from penstock.gateway.discovery.source import Discovery
 from penstock.gateway.extproc.access_log import AccessLogService
+from penstock.gateway.extproc.at_once import AtOnce
 from penstock.gateway.extproc.call import Routed
 from penstock.gateway.extproc.ceiling import Ceiling
 from penstock.gateway.extproc.decisions import DecisionLog
@@ -149,6 +150,11 @@ class Gateway:
         tenants = None if self._tenants is None else self._tenants.registry
         identify = Identify(tenants)
         self._respond = Respond(state, self._gate, metrics)
+        pick, at_once = Pick(state, self._underway, decisions, metrics), None
+        if compiled is not None and tenants is None:
+            at_once = AtOnce(
+                compiled, state, resolve=resolve, prompts=self._prompts, gate=self._gate, pick=pick, underway=self._underway
+            )
         director = PickDirector(
             identify=identify,
             resolve=resolve,
@@ -156,11 +162,12 @@ class Gateway:
             meter=Meter(tenants, self._gate, self._follower, TenantMetrics(registry)),
             admit=Admit(self._gate, resolve, FlowMetrics(registry)),
             tokenise=Tokenise(state, self._prompts),
-            pick=Pick(state, self._underway, decisions, metrics),
+            pick=pick,
             respond=self._respond,
             underway=self._underway,
             metrics=metrics,
             failures=self._failures,
+            at_once=at_once,
         )
         ceiling = Ceiling()
         traces = settings.listener.traces

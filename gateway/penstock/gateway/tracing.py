@@ -40,6 +40,7 @@ class TracedDirector:
         self._decisions = decisions
         self._exporter = exporter
         self.usual_heads = director.usual_heads
+        self.at_once = None  # each decision has a span
         self.preview = director.preview
         self.responded = director.responded
         self.returned = director.returned

@@ -1,7 +1,7 @@
 """The ext_proc state machine in each body mode, without a transport."""
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import orjson
@@ -34,6 +34,7 @@ class FixedDirector:
     """Sends everything to the same place, or refuses it."""
 
     usual_heads: UsualHeads | None = None
+    at_once: Callable[[dict[str, str], bytes], Routed | None] | None = None
 
     def __init__(self, refusal: Refused | None = None, body: bytes | None = None) -> None:
         self.calls: list[Call] = []

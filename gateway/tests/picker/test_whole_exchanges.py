@@ -88,6 +88,14 @@ class Sayer(FixedDirector):
             )
         return routed
 
+    def decide(self, fields: dict[str, str], body: bytes) -> Routed | None:
+        """As `route`, at once, where that goes on with the request or fails."""
+        if fields[":path"] not in (*NAMED, "/fail"):
+            return None
+        with pytest.raises(StopIteration) as ended:
+            self.route(Call(headers=fields, body=body)).send(None)
+        return ended.value.value
+
     def returned(self, noted: Mapping[str, str], head: ResponseHead) -> list[tuple[str, str]]:
         self.heard.append((noted, head.headers, head.served))
         if head.headers.get(":status") == "fail":
@@ -128,9 +136,10 @@ class Sink(asyncio.Transport):
 class Side:
     """A server of either kind, and what it has said by stream after each read."""
 
-    def __init__(self, *, whole: bool, ceiling: Ceiling | None = None) -> None:
+    def __init__(self, *, whole: bool, ceiling: Ceiling | None = None, at_once: bool = False) -> None:
         compiled = installed()
         self.director, self.ceiling = Sayer(), ceiling or Ceiling()
+        self.director.at_once = self.director.decide if at_once else None
         self.service = ExtProcService(self.director, 1, ceiling=self.ceiling, wire=wire_of(compiled), traced=True)
         self.server = Server(100_000, compiled=compiled)
         self.service.add_to(self.server)
@@ -250,21 +259,21 @@ def bytes_of(streams: list[tuple[Any, bytes, str]], cuts: list[int]) -> bytes:
 
 
 async def agree(data: bytes, reads: list[int]) -> None:
-    sides = [Side(whole=True), Side(whole=False)]
+    sides = [Side(whole=False), Side(whole=True), Side(whole=True, at_once=True)]
     at = turn = 0
     while at < len(data):
         size = reads[turn % len(reads)]
-        one, other = [await side.said(data[at : at + size]) for side in sides]
-        assert one == other
-        assert sides[0].protocol.connection.closed == sides[1].protocol.connection.closed
+        said = [await side.said(data[at : at + size]) for side in sides]
+        assert said[0] == said[1] == said[2]
+        assert len({side.protocol.connection.closed for side in sides}) == 1
         at, turn = at + size, turn + 1
     for side in sides:
         side.director.go_on.set()
-    one, other = [await side.more() for side in sides]
-    assert one == other
-    heard, their = ([repr(it) for it in side.director.heard] for side in sides)
-    assert sorted(heard) == sorted(their)
-    assert [await side.end() for side in sides] == [(0, 0, 0, 0, 0)] * 2
+    said = [await side.more() for side in sides]
+    assert said[0] == said[1] == said[2]
+    heard = [sorted(map(repr, side.director.heard)) for side in sides]
+    assert heard[0] == heard[1] == heard[2]
+    assert [await side.end() for side in sides] == [(0, 0, 0, 0, 0)] * 3
 
 
 @settings(max_examples=300, deadline=None)
@@ -325,7 +334,7 @@ class Heads:
         responses, self.told, self._fails = state.usual_responses(OwnReports(state.compiled).reader), list[object](), fails
         assert state.compiled is not None and responses is not None
         at = {"b-1": routed}, set[str](), headers.BOOKING
-        self.usual = state.compiled.Heads(responses, *at, lambda _: True, lambda: 1.0, self._told)
+        self.usual = state.compiled.Heads(responses, *at, lambda: 1.0, self._told)
 
     def _told(self, *said: object) -> None:
         if self._fails:
@@ -396,12 +405,12 @@ async def test_what_is_not_complete_or_waits_counts() -> None:
 async def test_who_finds_no_room_is_refused_as_by_a_call(make: Callable[[], Ceiling], cut: int) -> None:
     data = bytes_of([(CALL + APART, request(b"x" * 300), "")], [100_000])
     said: list[list[dict[int, bytes]]] = []
-    for whole in (True, False):
-        side = Side(whole=whole, ceiling=make())
+    for whole, at_once in ((False, False), (True, False), (True, True)):
+        side = Side(whole=whole, ceiling=make(), at_once=at_once)
         said.append([await side.said(data[:cut]), await side.said(data[cut:])])
         assert next(it[-1] for it in side.director.heard if isinstance(it, tuple)).startswith("the gateway is overloaded")
         assert side.counts() == (0, 0, 0, 0, 0)
-    assert said[0] == said[1]
+    assert said[0] == said[1] == said[2]
 
 
 async def test_a_request_whose_caller_goes_while_it_waits_is_given_up() -> None:

@@ -46,7 +46,7 @@ pub fn deliver(me: &Bound<'_, Connection>) -> PyResult<()> {
             Then::Tell(Event::Unusual, _) => hand_over(me, &stream)?,
             Then::Tell(Event::Request(fields, body), begun) => {
                 let asked = taker.call_method1(py, intern!(py, "request"), (&stream, fields, body, begun))?;
-                stream.borrow_mut(py).receiver = Some(asked);
+                stream.borrow_mut(py).receiver = (!asked.is_none(py)).then_some(asked);
             }
             Then::Tell(Event::Response(fields, noted, served), _) => {
                 let message = match noted {

@@ -24,7 +24,7 @@ class AuditedDirector:
         self._director = director
         self._trail = trail
         self._underway = underway
-        self.usual_heads = None  # each response leaves a line
+        self.usual_heads = self.at_once = None  # each request and each response leaves a line
         self.preview = director.preview
         self.passed_on = director.passed_on
         self.ended = director.ended

@@ -19,14 +19,14 @@ _LIST_WORK, _KEY_WORK = 12, 18
 _UNCOUNTED_BYTES = MAX_WORK // _KEY_WORK
 """Size of a body that is too small to need the limit."""
 _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
-_LIMITS = ("max_completion_tokens", "max_output_tokens", "max_tokens")
+LIMITS = ("max_completion_tokens", "max_output_tokens", "max_tokens")
+"""The names of the output tokens that a client wants at most; the first that is there counts."""
 
 
 class Body(msgspec.Struct, frozen=True):
     """A parsed body."""
 
     model: str
-    stream: bool
     max_tokens: int | None
     fields: dict[str, Any]
 
@@ -48,12 +48,12 @@ def parse_body(raw: bytes) -> Body:
         raise Refused(400, "model is missing: name the model that shall answer", "missing_model", param="model")
     if not isinstance(model, str) or not model:
         raise Refused(400, "model must be a non-empty string", "invalid_type", param="model")
-    return Body(model, fields.get("stream") is True, _limit(fields), fields)
+    return Body(model, _limit(fields), fields)
 
 
 def _limit(fields: Mapping[str, Any]) -> int | None:
     """The output tokens that the client wants at most, by the first of the names of that; None where it is no number."""
-    for name in _LIMITS:
+    for name in LIMITS:
         if (limit := fields.get(name)) is not None:
             return limit if type(limit) is int and limit >= 0 else None
     return None

@@ -24,6 +24,10 @@ class Ceiling:
         self.streams = 0
         self.bytes = 0
 
+    def has_room(self, size: int) -> bool:
+        """Whether one more request may enter, with so many bytes of a body."""
+        return self.streams < self._most_streams and self.bytes + size <= self._most_bytes
+
     def enter(self) -> None:
         """One more request; raises `Refused` with 503 where there are too many."""
         if self.streams >= self._most_streams:

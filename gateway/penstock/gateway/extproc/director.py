@@ -4,6 +4,7 @@ import time
 from collections.abc import Mapping
 
 from penstock.api import headers
+from penstock.gateway.extproc.at_once import AtOnce
 from penstock.gateway.extproc.body import MAX_BODY_BYTES, parse_body, too_large
 from penstock.gateway.extproc.call import Answered, Call, Refused, ResponseHead, Routed
 from penstock.gateway.extproc.failures import Failure, FailureLog
@@ -26,7 +27,7 @@ _METHODS = dict.fromkeys(PROMPT_PATHS, "POST") | {MODELS_PATH: "GET"}
 
 
 class PickDirector:
-    """See `penstock.gateway.extproc.exchange.Director`. Each argument is a stage."""
+    """See `penstock.gateway.extproc.exchange.Director`. Each argument is a stage, and `at_once` several of them."""
 
     def __init__(
         self,
@@ -42,6 +43,7 @@ class PickDirector:
         underway: Underway,
         metrics: PickerMetrics,
         failures: FailureLog,
+        at_once: AtOnce | None = None,
     ) -> None:
         self._failures = failures
         self._identify = identify
@@ -55,6 +57,7 @@ class PickDirector:
         self._underway = underway
         self._metrics = metrics
         self.usual_heads = respond.usual_heads(underway, time.monotonic)
+        self.at_once = None if at_once is None else at_once.route
 
     def preview(self, call: Call) -> None:
         """Refuses paths that do not exist, and bodies that cannot be read, before the bodies have come."""

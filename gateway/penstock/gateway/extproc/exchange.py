@@ -6,7 +6,7 @@ headers, and requests without a body. Modes that send the request on before its 
 in the answer to a body, cannot be served and are refused by name.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 import msgspec
@@ -41,6 +41,12 @@ class Director(Protocol):
     @property
     def usual_heads(self) -> UsualHeads | None:
         """What may take in heads of responses without `returned`; None: nothing does."""
+        ...
+
+    @property
+    def at_once(self) -> Callable[[dict[str, str], bytes], Routed | None] | None:
+        """What may decide requests without `preview` and `route`, by their headers and bodies, where these are usual; it returns
+        None for others, of which nothing has changed then. None: nothing does."""
         ...
 
     def preview(self, call: Call) -> None:
@@ -246,12 +252,12 @@ class Exchange:
             inference_pool=self._inference_pool,
             traceparent=self._traceparent,
         )
-        outcome = reached(await self._director.route(call), self._destinations)
+        outcome = await self._director.route(call)
         self._let_go()
         if isinstance(outcome, Answered):
             return self._answered(outcome)
-        self._routed = outcome
-        return outcome
+        self._routed = cut(outcome, self._destinations)
+        return self._routed
 
     def _taken(self) -> bytes:
         """The body, which is not kept here any longer: the stream may last as long as the answer."""
@@ -311,11 +317,11 @@ def failure() -> Answered:
     return answers.refusal(Refused(500, "the gateway failed to decide where this request goes", "internal_error"))
 
 
-def reached(outcome: Routed | Answered, destinations: int) -> Routed | Answered:
-    """The outcome with no more destinations than the gateway reads."""
-    if isinstance(outcome, Routed) and len(outcome.endpoints) > destinations:
-        return msgspec.structs.replace(outcome, endpoints=outcome.endpoints[:destinations])
-    return outcome
+def cut(routed: Routed, destinations: int) -> Routed:
+    """The same with no more destinations than the gateway reads."""
+    if len(routed.endpoints) > destinations:
+        return msgspec.structs.replace(routed, endpoints=routed.endpoints[:destinations])
+    return routed
 
 
 def _waits(modes: Modes, ends: bool) -> bool:

@@ -7,6 +7,10 @@ from penstock.gateway.load.tokenized import TokenizedPrompts
 from penstock.gateway.picker.subset import Subset
 from penstock.gateway.tenants.tenant import Tenant
 
+MOST_ANSWERS = 1024
+"""Answers to a prompt that are counted: more than a batch of any replica, and than its engine allows. A client may write any
+number, whose request would fill a replica as long as nobody has refused it."""
+
 
 class Passage:
     """What is known of a request so far. Each stage reads what those before it have found, and adds its own.
@@ -83,7 +87,7 @@ class Passage:
     def finishes(self) -> int:
         """How many ends its engine will tell: one for each answer to each prompt."""
         n = self.body.fields.get("n")
-        return len(self.tokens.prompts) * (n if type(n) is int and n > 0 else 1)
+        return len(self.tokens.prompts) * (min(n, MOST_ANSWERS) if type(n) is int and n > 0 else 1)
 
     @property
     def band(self) -> int:

@@ -14,9 +14,9 @@ import grpc
 from penstock.api import headers
 from penstock.api.tracing import TRACEPARENT
 from penstock.gateway.extproc import answers
-from penstock.gateway.extproc.call import Answered, Call, Refused, ResponseHead
+from penstock.gateway.extproc.call import Answered, Call, Refused, ResponseHead, Routed
 from penstock.gateway.extproc.ceiling import Ceiling
-from penstock.gateway.extproc.exchange import Director, failure, hands_over, reached
+from penstock.gateway.extproc.exchange import Director, cut, failure, hands_over
 from penstock.gateway.extproc.wire import CompiledWire
 from penstock.gateway.h2.frames import Code
 from penstock.gateway.h2.messages import OK, OK_ALONE, RESPONSE_HEAD, trailers
@@ -152,9 +152,17 @@ class Taker:
             return None
         return place
 
-    def request(self, stream: Stream, fields: dict[str, str], body: bytes, place: Place | None) -> Asked:
-        """A request has come; returns what receives its stream."""
+    def request(self, stream: Stream, fields: dict[str, str], body: bytes, place: Place | None) -> Asked | None:
+        """A request has come; returns what receives its stream. None: it is answered."""
         service, begun = self._service, place is not None
+        if (at_once := service.director.at_once) is not None and service.ceiling.has_room(len(body)):
+            try:
+                routed = at_once(fields, body)
+            except Exception:
+                log.exception("a request could not be decided")
+                return self._answered(stream, failure(), place)
+            if routed is not None:
+                return self._sent_on(stream, routed, body, place)
         place = place or Place(service, self._peer)
         call = Call(headers=fields, body=body, traceparent=stream.head.get(TRACEPARENT) if service.traced else None)
         return Asked(self._decide(stream, call, place, begun=begun), self._peer.step_soon, place.close)
@@ -175,7 +183,7 @@ class Taker:
             place.hold(len(call.body))
             if not begun:  # else its head was looked at when that came
                 service.director.preview(call)
-            outcome = reached(await service.director.route(call), service.destinations)
+            outcome = await service.director.route(call)
         except Refused as refused:
             if hands_over(refused):
                 connection.end(stream, trailers(grpc.StatusCode.UNAVAILABLE, str(refused), alone=True))
@@ -186,15 +194,29 @@ class Taker:
             log.exception("a request could not be decided")
             outcome = failure()
         if isinstance(outcome, Answered):
-            connection.message(stream, RESPONSE_HEAD, answers.immediate(outcome).SerializeToString())
-            connection.end(stream, OK)
+            return self._answered(stream, outcome)
+        return self._sent_on(stream, outcome, call.body)
+
+    def _answered(self, stream: Stream, outcome: Answered, place: Place | None = None) -> None:
+        """The gateway answers itself. `place`: what the request has taken and gives back here."""
+        connection = self._peer.connection
+        connection.message(stream, RESPONSE_HEAD, answers.immediate(outcome).SerializeToString())
+        connection.end(stream, OK)
+        self._done(place)
+
+    def _sent_on(self, stream: Stream, routed: Routed, body: bytes, place: Place | None = None) -> None:
+        """The request goes to its replica, with its body if it gets no other one. `place`: as in `_answered`."""
+        self._service.director.passed_on(routed)
+        sent: Any = self._peer.connection  # of the compiled kind
+        reached, body = cut(routed, self._service.destinations), body if routed.body is None else routed.body
+        if reached.usual:
+            sent.usual(stream, ",".join(reached.endpoints), reached.pool, reached.notes, body)
         else:
-            service.director.passed_on(outcome)
-            sent: Any = connection  # of the compiled kind
-            body = call.body if outcome.body is None else outcome.body
-            if outcome.usual:
-                sent.usual(stream, ",".join(outcome.endpoints), outcome.pool, outcome.notes, body)
-            else:
-                sent.routed(stream, *answers.pick(outcome), body)
-            outcome.choice = None
-        return self._peer.flush_soon()
+            sent.routed(stream, *answers.pick(reached), body)
+        routed.choice = None
+        self._done(place)
+
+    def _done(self, place: Place | None) -> None:
+        if place is not None:
+            place.close()
+        self._peer.flush_soon()

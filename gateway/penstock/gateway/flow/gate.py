@@ -81,8 +81,13 @@ class FlowGate:
 
     def enter(self, model: Model, tokens: int, now: float, adapter: str | None = None) -> bool:
         """Whether a request of about `tokens` goes on at once; then `leave` must follow. `adapter`: which it names."""
-        if adapter is not None and self._state.slates.lacks(model, adapter):
+        if (adapter is not None and self._state.slates.lacks(model, adapter)) or not self.has_room(model, now):
             return False
+        self._gone_on(self._lanes[model.id], tokens, now).transit += 1
+        return True
+
+    def has_room(self, model: Model, now: float) -> bool:
+        """Whether a request for the model itself would go on at once."""
         lane = self._lanes.get(model.id)
         if lane is None:
             lane = self._lanes[model.id] = _Lane(model, now)
@@ -91,12 +96,18 @@ class FlowGate:
         if lane.credits <= 0 or now >= lane.good_until:
             lane.model = model
             lane.credits, lane.good_until = self._room(lane, now) - lane.transit, now + CREDIT_S
-            if lane.credits <= 0:
-                return False
+        return lane.credits > 0
+
+    def passed(self, model: Model, tokens: int, now: float) -> None:
+        """Do what `enter` and `leave` do together, for a request that had room and is booked by now."""
+        self._gone_on(self._lanes[model.id], tokens, now)
+        self._pump_soon()
+
+    @staticmethod
+    def _gone_on(lane: _Lane, tokens: int, now: float) -> _Lane:
         lane.credits -= 1
-        lane.transit += 1
         lane.forecast.pace.add(tokens, now, pressed=False)
-        return True
+        return lane
 
     def queue(self, model: Model, adapter: str | None) -> str:
         """Return the queue of a request that does not pass at once."""

@@ -69,7 +69,7 @@ class _Known(NamedTuple):
 
 _Memos = Sequence[tuple[PrefixMemo, frozenset[ReplicaKey]]]
 """What tokenises in each hash space, and the replicas that are in it."""
-_Groups = tuple[_Memos, frozenset[ReplicaKey]]
+Groups = tuple[_Memos, frozenset[ReplicaKey]]
 
 
 class PromptLibrary:
@@ -94,8 +94,8 @@ class PromptLibrary:
         self._retry_at: dict[ReplicaKey, float] = {}
         self._building: dict[bytes, asyncio.Future[PrefixMemo]] = {}
         """What a thread makes now, by hash space."""
-        self._groups: dict[int, tuple[Sequence[Replica], _Groups]] = {}
-        """See `_spaces`; by the identity of the list of replicas, which never changes."""
+        self._groups: dict[int, tuple[Sequence[Replica], Groups]] = {}
+        """See `spaces`; by the identity of the list of replicas, which never changes."""
         sys.setswitchinterval(SWITCH_S)
 
     async def run(self, client: ReplicaClient) -> None:
@@ -135,7 +135,7 @@ class PromptLibrary:
             tenant: Whose request it is: the engine keeps the caches of tenants apart.
             adapter: The LoRA adapter: no KV is shared between adapters.
         """
-        memos, silent = self._spaces(replicas)
+        memos, silent = self.spaces(replicas)
         size = len(raw)
         if size > (REMEMBERED_BYTES if memos else INLINE_BYTES) or _many(body):
             return None
@@ -151,7 +151,7 @@ class PromptLibrary:
         self, replicas: Sequence[Replica], path: str, raw: bytes, body: Mapping[str, Any], tenant: str, adapter: str | None
     ) -> TokenizedPrompts:
         """As `at_once`, however much work that is."""
-        (memos, silent), extra = self._spaces(replicas), extra_keys(body, tenant, adapter)
+        (memos, silent), extra = self.spaces(replicas), extra_keys(body, tenant, adapter)
         try:
             return await self._work(lambda: _tokenized(memos, silent, path, body, extra, None))
         except (PromptError, TimeoutError) as error:  # megabytes: not worth the wait
@@ -179,7 +179,7 @@ class PromptLibrary:
         compiled = self._state.compiled
         return PrefixMemo(PromptProcessor(bundle)) if compiled is None else CompiledMemo(PromptProcessor(bundle), compiled)
 
-    def _spaces(self, replicas: Sequence[Replica]) -> _Groups:
+    def spaces(self, replicas: Sequence[Replica]) -> Groups:
         """The hash spaces of most of these replicas; and the ready replicas of others' engines that are in none."""
         known = self._groups.get(id(replicas))
         if known is not None and known[0] is replicas:

@@ -18,7 +18,8 @@ from penstock.prompt.memo import PrefixMemo
 
 BYTES_PER_TOKEN: Final = 4
 BYTES_BLOCK: Final = 16
-_DATA_URL: Final = b'"data:'
+DATA_URL: Final = b'"data:'
+"""What a file in a body begins with."""
 _BYTES: Final = BlockHasher(BYTES_BLOCK, "bytes")
 _PROMPT_FIELDS: Final = ("instructions", "tools", "messages", "input", "prompt")
 """What of a body makes the prompt, in the order in which templates write it."""
@@ -54,7 +55,7 @@ def space_of(bundle: PromptBundle) -> bytes:
 def guessed_tokens(body: bytes, compiled: Compiled | None = None) -> int:
     """About how many tokens the prompt of a body has: one for each four bytes of text. `compiled`: what counts those; None:
     Python."""
-    text = text_bytes(body) if compiled is None else compiled.text_bytes(body, _DATA_URL)
+    text = text_bytes(body) if compiled is None else compiled.text_bytes(body, DATA_URL)
     return text // BYTES_PER_TOKEN + 1
 
 
@@ -62,7 +63,7 @@ def text_bytes(body: bytes) -> int:
     """The bytes of a body that may be text. Files in `data:` URLs, which have no spaces, are none: an image of megabytes is some
     hundred tokens."""
     text, at = len(body), 0
-    while (start := body.find(_DATA_URL, at)) >= 0 and (at := body.find(b'"', start + len(_DATA_URL))) >= 0:
+    while (start := body.find(DATA_URL, at)) >= 0 and (at := body.find(b'"', start + len(DATA_URL))) >= 0:
         text -= at - start if body.find(b" ", start, at) < 0 else 0
     return text
 

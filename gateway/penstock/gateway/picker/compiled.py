@@ -18,7 +18,7 @@ from penstock.gateway.picker.figures import Figures, Floats, Rates
 from penstock.gateway.residency.index import MAX_BLOCKS, MAX_BLOCKS_PER_REPLICA, Knowledge, ResidencyIndex
 
 PACKAGE, MODULE = "penstock-gateway-native", "penstock_gateway_native"
-INTERFACE = 19
+INTERFACE = 20
 """Number of what follows; rises with each change of it. A package with another number is not used."""
 
 log = logging.getLogger(__name__)
@@ -159,9 +159,10 @@ class ReportReader(Protocol):
 class UsualResponses(Protocol):
     """Takes in heads of responses."""
 
-    def take_in(self, booking: Any, fields: Mapping[str, str], served: str | None, now: float) -> bool | None:
-        """Takes in a head at a moment (monotonic seconds), where that is usual: the booking, the headers, who answered. Returns
-        whether the answer is streamed. None: it is not usual, and nothing has changed."""
+    def take_in(self, routed: Any, fields: Mapping[str, str], served: str | None, now: float) -> bool | None:
+        """Takes in a head at a moment (monotonic seconds), where that is usual: the `penstock.gateway.extproc.call.Routed` of its
+        request, the headers, who answered. Returns whether the answer is streamed. None: it is not usual, and nothing has
+        changed."""
         ...
 
 
@@ -171,6 +172,20 @@ class UsualHeads(Protocol):
     def take_in(self, noted: dict[str, str], fields: dict[str, str], served: str | None) -> bool:
         """What `penstock.gateway.extproc.exchange.Director.returned` does, where the head is usual; False: it is not, and nothing
         has changed."""
+        ...
+
+
+class UsualRequests(Protocol):
+    """Decides requests."""
+
+    def decide(self, fields: Mapping[str, str], body: bytes) -> tuple[Any, ...] | None:
+        """Picks a replica for a usual request, by its headers and its body, and books it there. None: it is not usual, or nobody
+        may take it, and nothing has changed.
+
+        Returns: the `of` of its `Route`; the `Picked`; the rates at that moment; the tokens and the block hashes of its prompt;
+        its id; the tokens that it wants at most, or None; about how many tokens its body has; when it came, and when it was
+        picked for (monotonic seconds).
+        """
         ...
 
 
@@ -272,17 +287,19 @@ class Compiled(Protocol):
         reader: ReportReader,
         heard: Mapping[ReplicaKey, Any],
         troubled: Mapping[ReplicaKey, Any],
+        ours: Callable[[ReplicaKey], bool],
         loads: Sequence[str],
     ) -> UsualResponses:
         """What takes in usual responses: its `take_in` is `penstock.gateway.extproc.stages.respond.Respond.take_in` where the
-        replica of the booking has answered with 2xx, without a report or with a later one of the same process as `reader` reads
-        them, and none is troubled.
+        request has no prefill replica and the replica of its booking has answered with 2xx, without a report or with a later one
+        of the same process as `reader` reads them, and none is troubled.
 
         Args:
             bookings: Made by `Bookings`.
             reader: Made by `ReportReader`.
             heard: The newest reports: `penstock.gateway.load.reports.ReportStore.heard`.
             troubled: `penstock.gateway.picker.outliers.Outliers.records`.
+            ours: Whether a replica has an engine of ours.
             loads: The headers with reports: what `reader` reads, and another encoding.
         """
         ...
@@ -293,20 +310,61 @@ class Compiled(Protocol):
         routed: Mapping[str, Any],
         unwatched: set[str],
         name: str,
-        ours: Callable[[ReplicaKey], bool],
         clock: Callable[[], float],
         told: Callable[[Any, str, float, bool], None],
     ) -> UsualHeads:
-        """What takes in heads that `responses` finds usual, of requests without a prefill replica.
+        """What takes in heads that `responses` finds usual.
 
         Args:
             responses: Made by `Responses`.
             routed: The `penstock.gateway.extproc.call.Routed` of each request, as it is now.
             unwatched: Those whose responses have not been seen.
             name: The note that has a request's name.
-            ours: Whether a replica has an engine of ours.
             clock: Monotonic seconds.
             told: Hears of each that was taken in: the request, the status, the moment, and whether the answer is streamed.
+        """
+        ...
+
+    def Route(
+        self,
+        of: object,
+        chats: tuple[Any, ...],
+        block_size: int,
+        rates: Callable[[float], Rates],
+        prices: Any,
+        index: ResidencyIndex,
+        coming: Any,
+        among: NDArray[np.uint8] | None,
+    ) -> object:
+        """What is the same for all usual requests of one name, as long as its model's replicas are the same.
+
+        Args:
+            of: Whatever Python knows of it besides.
+            chats: A `penstock.gateway.load.compiled_hasher.UsualChats`.
+            block_size: Tokens in a block.
+            rates: `penstock.gateway.picker.columns.Columns.rates`.
+            prices: As in `pick`, as `index`, `coming` and `among`.
+        """
+        ...
+
+    def Requests(
+        self,
+        rules: object,
+        read: Callable[[bytes], object],
+        route: Callable[[str, float], Any],
+        word: Callable[[str], int],
+        clock: Callable[[], float],
+        refusals: tuple[type[Exception], ...],
+    ) -> UsualRequests:
+        """What decides usual requests; see `penstock.gateway.extproc.at_once`.
+
+        Args:
+            rules: A `penstock.gateway.extproc.at_once.Rules`.
+            read: Reads JSON; raises `ValueError`.
+            route: The `Route` of what a name means at a moment; None: its requests are not usual now.
+            word: `penstock.gateway.picker.slate.word_of`.
+            clock: Monotonic seconds.
+            refusals: What hashing raises for prompts that it does not hash.
         """
         ...
 

@@ -7,6 +7,7 @@ none of them troubled, without tiers and without prefill replicas, by the usual 
 from collections.abc import Collection
 
 import numpy as np
+from numpy.typing import NDArray
 
 from penstock.api.fleet import Model
 from penstock.gateway.picker.bookings import Booking
@@ -14,18 +15,22 @@ from penstock.gateway.picker.candidates import ReplicaKey
 from penstock.gateway.picker.choice import JOINT_POLICY, RANKED, choose
 from penstock.gateway.picker.columns import Columns
 from penstock.gateway.picker.coming import Coming
-from penstock.gateway.picker.compiled import Compiled
+from penstock.gateway.picker.compiled import Compiled, Picked
 from penstock.gateway.picker.cost import horizon
+from penstock.gateway.picker.figures import Rates
+from penstock.gateway.picker.folded import Folding
 from penstock.gateway.picker.places import Places
 from penstock.gateway.picker.policies import POLICIES
-from penstock.gateway.picker.request import RequestView
+from penstock.gateway.picker.request import RequestFigures, RequestView
 from penstock.gateway.picker.slate import word_of
 from penstock.gateway.picker.slates import Slates
 from penstock.gateway.picker.subset import Subset
 from penstock.gateway.picker.usual import Made, UsualChoice
+from penstock.gateway.residency.index import ResidencyIndex
 from penstock.gateway.residency.tiers import Tiers
 
-_TOLERANCE = POLICIES[JOINT_POLICY].tolerance
+TOLERANCE = POLICIES[JOINT_POLICY].tolerance
+"""Of the usual policy."""
 
 
 class Picks:
@@ -64,7 +69,8 @@ class Picks:
         Raises:
             ValueError: there is no policy like the model's.
         """
-        columns = self._usual(model, request, subset) if not excluded else None
+        alone = len(request.prompts) == 1 and not request.elsewhere and not request.prompts[0].images
+        columns = self.usual(model) if alone and request.adapter is None and subset is None and not excluded else None
         if columns is not None:
             books = None if answers is None else (request.id, answers)
             return self._at_once(model, request, columns, now, comparable, books)
@@ -74,18 +80,13 @@ class Picks:
         prefill = self._slates.of_prefill(model, request, now, subset=subset, comparable=comparable)
         return choose(slate, model.policy, subset, excluded, prefill=prefill), None
 
-    def _usual(self, model: Model, request: RequestView, subset: Subset | None) -> Columns | None:
-        """The replicas, where there is nothing about them and the request but what the compiled parts look at."""
+    def usual(self, model: Model) -> Columns | None:
+        """The replicas of a model, where there is nothing about them but what the compiled parts look at."""
         columns = self._places.answering.get(model.id)
         usual = (
             self._compiled is not None
             and columns is not None
-            and subset is None
             and model.policy == JOINT_POLICY
-            and request.adapter is None
-            and len(request.prompts) == 1
-            and not request.elsewhere
-            and not request.prompts[0].images
             and columns.open_count > 0
             and len(columns.pools) == 1
             and not columns.troubled
@@ -93,6 +94,26 @@ class Picks:
             and model.id not in self._places.prefilling
         )
         return columns if usual else None
+
+    def looked_at(
+        self, columns: Columns, comparable: Collection[ReplicaKey] | None
+    ) -> tuple[Folding, ResidencyIndex, Coming, NDArray[np.uint8] | None]:
+        """What the compiled parts look at where they pick among these replicas: the first arguments of `Compiled.pick`, and its
+        `among`."""
+        cached = self._slates.cached(columns)
+        among = None if comparable is None else cached.mask(comparable)
+        return columns.prices, cached.residency, self._coming, None if among is None else among.view(np.uint8)
+
+    def made(
+        self, model: Model, request: RequestFigures, columns: Columns, picked: Picked, now: float, rates: Rates, *, books: bool
+    ) -> UsualChoice:
+        """The choice that the compiled parts have made among all of `columns`. `books`: they have booked the request, too."""
+        if books:
+            columns.sent()
+        return UsualChoice(
+            *(picked, picked.rows, picked.scores, picked.resident_tokens, picked.ttft_s, columns, columns.seats),
+            *(request, now, self._slates.turn(model), model.weights, rates),
+        )
 
     def _at_once(
         self,
@@ -105,29 +126,22 @@ class Picks:
     ) -> tuple[Made, Booking | None]:
         compiled = self._compiled
         assert compiled is not None
-        (prompt,), block_size = request.prompts, request.block_size
-        cached, rates = self._slates.cached(columns), columns.rates(now)
-        among = None if comparable is None else cached.mask(comparable)
+        (prompt,), rates = request.prompts, columns.rates(now)
+        prices, index, coming, among = self.looked_at(columns, comparable)
         picked = compiled.pick(
-            columns.prices,
-            cached.residency,
-            self._coming,
+            prices,
+            index,
+            coming,
             prompt.block_hashes,
-            block_size,
-            None if among is None else among.view(np.uint8),
+            request.block_size,
+            among,
             rates,
             now,
             prompt.tokens,
             horizon(request.max_tokens),
             word_of(request.id),
-            _TOLERANCE,
+            TOLERANCE,
             RANKED,
             books,
         )
-        if books is not None:
-            columns.sent()
-        choice = UsualChoice(
-            *(picked, picked.rows, picked.scores, picked.resident_tokens, picked.ttft_s, columns, columns.seats),
-            *(request.figures, now, self._slates.turn(model), model.weights, rates),
-        )
-        return choice, picked.booking
+        return self.made(model, request.figures, columns, picked, now, rates, books=books is not None), picked.booking

@@ -54,7 +54,6 @@ class RequestView(msgspec.Struct, frozen=True, kw_only=True):
     tokens_unknown: str | None = None
     """Why the prompt could not be tokenised; its tokens are then guessed from its bytes and nothing counts as resident."""
     max_tokens: int | None = None
-    stream: bool = False
     answers: int = 1
     """How many the client wants of each prompt."""
 

@@ -146,9 +146,13 @@ class FleetState:
             return None
         choice, booking = made
         sent = Sent(choice, booking) if booking is not None else Sent(choice, *self._book(told(choice), request, now, answers))
-        self.slates.picked(model)
-        self.routed(model, request, sent.booking.key, choice.resident_tokens, now, choice.ttft_s)
+        self.sent(model, request, sent, now)
         return sent
+
+    def sent(self, model: Model, request: RequestView, sent: Sent, now: float) -> None:
+        """`request` was picked for and booked."""
+        self.slates.picked(model)
+        self.routed(model, request, sent.booking.key, sent.choice.resident_tokens, now, sent.choice.ttft_s)
 
     def _book(self, choice: Choice, request: RequestView, now: float, answers: int) -> tuple[Booking, Booking | None]:
         """The bookings of the pick, and of the replica that computes the prompt for it if there is one."""
@@ -209,11 +213,16 @@ class FleetState:
         if self._loaded.said(key, report.seq, report.adapters):
             self._serve(key)
 
+    def ours(self, key: ReplicaKey) -> bool:
+        """Whether `key` has an engine of ours."""
+        return self.engine(key) == "penstock"
+
     def usual_responses(self, reader: ReportReader | None) -> UsualResponses | None:
         """What takes in usual responses, whose reports `reader` reads; None: there is no such thing in Python."""
         if self.compiled is None or reader is None:
             return None
-        return self.compiled.Responses(self.bookings, reader, self.reports.heard, self.outliers.records, headers.LOADS)
+        known = self.reports.heard, self.outliers.records
+        return self.compiled.Responses(self.bookings, reader, *known, self.ours, headers.LOADS)
 
     def mute(self, key: ReplicaKey) -> None:
         """Record that `key` answered its load poll with something else, so that its adapters stay unknown."""

@@ -9,7 +9,7 @@ import orjson
 from penstock.api import headers
 from penstock.gateway.extproc.call import Refused, Routed
 from penstock.gateway.extproc.decisions import DecisionLog
-from penstock.gateway.extproc.passage import Passage
+from penstock.gateway.extproc.passage import MOST_ANSWERS, Passage
 from penstock.gateway.extproc.underway import Underway
 from penstock.gateway.http.metrics import PickerMetrics
 from penstock.gateway.picker.request import RequestView
@@ -49,14 +49,11 @@ class Pick:
                 raise Refused(503, message, "no_ready_replica", retry_after_s=SUBSET_RETRY_S)
             return None
         choice, booking, prefill_booking = sent
-        pool = choice.replica.pool
-        self._decisions.add(request, choice, decided - passage.came, time.time())
-        self._metrics.picked(pool, choice.policy, time.monotonic() - decided)
         name = self._underway.name() if call.inference_pool is None else None
         explanation = _one_line(choice) if call.headers.get(headers.DECISION) == EXPLAIN else None
         routed = Routed(
             endpoints=choice.endpoints,
-            pool=pool if call.inference_pool is None else None,
+            pool=choice.replica.pool if call.inference_pool is None else None,
             booking=booking,
             model=model.id,
             name=passage.name,
@@ -75,14 +72,25 @@ class Pick:
             removes=("authorization", *headers.API_KEYS) if passage.conceals else (),
             body=body,
         )
-        if name is not None:
-            self._underway.add(name, routed)
+        self.note(request, choice, routed)
         return routed
+
+    def note(self, request: RequestView, choice: Made, routed: Routed) -> None:
+        """Record a request that was just picked for."""
+        self._decisions.add(request, choice, routed.decided - routed.came, time.time())
+        self._metrics.picked(choice.replica.pool, choice.policy, time.monotonic() - routed.decided)
+        if routed.named is not None:
+            self._underway.add(routed.named, routed)
+
+
+def on_rank(rank: int | None) -> list[tuple[str, str]]:
+    """Return the header that tells the replica its data-parallel rank, if it has one."""
+    return [] if rank is None else [(headers.DATA_PARALLEL_RANK, str(rank))]
 
 
 def _for_the_replica(passage: Passage, rank: int | None, now: float) -> list[tuple[str, str]]:
     """Return the headers that tell the replica its data-parallel rank, the tenant and the rest of the client's time limit."""
-    sets: list[tuple[str, str]] = [] if rank is None else [(headers.DATA_PARALLEL_RANK, str(rank))]
+    sets = on_rank(rank)
     if passage.tenant.name:
         sets += [(headers.TENANT, passage.tenant.name), (headers.PRIORITY, str(passage.priority))]
     if passage.charged and passage.patience_s is not None:
@@ -113,7 +121,6 @@ def _view(passage: Passage) -> RequestView:
         elsewhere=tokens.elsewhere,
         tokens_unknown=tokens.unknown,
         max_tokens=0 if path == EMBEDDINGS_PATH else body.max_tokens,
-        stream=body.stream,
         answers=_answers(body.fields),
     )
 
@@ -123,7 +130,7 @@ def _answers(fields: Mapping[str, Any]) -> int:
     if "n" not in fields and "best_of" not in fields:
         return 1
     counts = [count for name in ("n", "best_of") if isinstance(count := fields.get(name), int)]
-    return max(counts) if counts else 1
+    return min(max(counts), MOST_ANSWERS) if counts else 1
 
 
 def _one_line(choice: Made) -> str:

@@ -19,7 +19,7 @@ from penstock.gateway.picker.subset import Subset, only
 from penstock.gateway.tenants.tenant import Tenant
 
 
-class _Meaning(NamedTuple):
+class Meaning(NamedTuple):
     """What `Resolve` sets of a `Passage`."""
 
     adapter: str | None
@@ -41,14 +41,14 @@ class Resolve:
         self._prompts = prompts
         self._scopes = Scopes(state)
         self._named_by = state.directory.names
-        self._meanings: dict[str, _Meaning] = {}
+        self._meanings: dict[str, Meaning] = {}
 
     def run(self, passage: Passage) -> None:
         """Finds what the body names; raises `Refused` with 404 where there is no such thing here."""
         call, name, tenant = passage.call, passage.body.model, passage.tenant
         if not tenant.limits.may_use(name):  # as if it did not exist
             raise self.unknown(name, call, tenant)
-        if call.inference_pool is None and call.subset is None and (found := self._same_for_all().get(name)) is not None:
+        if call.inference_pool is None and call.subset is None and (found := self.meaning(name)) is not None:
             passage.adapter, passage.model, passage.name, passage.renamed = found
             passage.subset, passage.resolved = None, True
             return
@@ -64,7 +64,7 @@ class Resolve:
             message = f"model {passage.body.model!r} asks for an unknown routing policy, {passage.model.policy!r}"
             raise Refused(503, message, "unknown_policy")
         if named is not None and pool is None and call.subset is None and not self._shared(named):
-            self._same_for_all()[name] = _Meaning(passage.adapter, passage.model, passage.name, passage.renamed)
+            self._same_for_all()[name] = Meaning(passage.adapter, passage.model, passage.name, passage.renamed)
 
     async def anew(self, passage: Passage, refused: Refused) -> None:
         """As `run`, which has refused the name for the first time, but the pods of an open pool are asked before. Where there is
@@ -75,7 +75,12 @@ class Resolve:
         await self._served.refresh(self._scopes.of(pool).members)
         self.run(passage)
 
-    def _same_for_all(self) -> dict[str, _Meaning]:
+    def meaning(self, name: str) -> Meaning | None:
+        """What a name means in every request by the gateway's own port that no subset narrows. None: that depends on the request,
+        or nobody has asked before."""
+        return self._same_for_all().get(name)
+
+    def _same_for_all(self) -> dict[str, Meaning]:
         """What names mean in every request by the gateway's own port that no subset narrows, as far as that was asked."""
         names = self._state.directory.names
         if names is not self._named_by:

@@ -38,7 +38,7 @@ class Respond:
         if self._usual is None or self._state.compiled is None:
             return None
         its = underway.routed, underway.unwatched, headers.BOOKING
-        return self._state.compiled.Heads(self._usual, *its, self._ours, clock, self._taken_in)
+        return self._state.compiled.Heads(self._usual, *its, clock, self._taken_in)
 
     def run(self, routed: Routed, head: ResponseHead) -> list[tuple[str, str]]:
         """Takes in the head of the response; returns headers to add to it."""
@@ -53,16 +53,12 @@ class Respond:
 
     def take_in(self, routed: Routed, head: ResponseHead, now: float) -> ReplicaKey | None:
         """Takes in the head of the response; returns who has answered, as far as that is known."""
-        key = routed.booking.key
-        if self._usual is not None and routed.prefill_booking is None and self._ours(key):
-            streamed = self._usual.take_in(routed.booking, head.headers, head.served, now)
+        if self._usual is not None:
+            streamed = self._usual.take_in(routed, head.headers, head.served, now)
             if streamed is not None:
                 self._taken_in(routed, head.headers[":status"], now, streamed)
-                return key
+                return routed.booking.key
         return self._uncommon(routed, head, now)
-
-    def _ours(self, key: ReplicaKey) -> bool:
-        return self._state.engine(key) == "penstock"
 
     def _taken_in(self, routed: Routed, status: str, now: float, streamed: bool) -> None:
         """The head of a usual response was taken in."""
@@ -87,7 +83,7 @@ class Respond:
         streamed = good and head.streams
         if streamed:
             # Reports of others' engines have no number of their own: the next one asked for includes this request.
-            ours = report is not None and self._ours(key)
+            ours = report is not None and self._state.ours(key)
             state.bookings.responded(booking, (report.epoch, report.seq) if report and ours else None, now)
         else:  # complete, or refused: nothing runs on
             state.bookings.release(booking, "answered" if good else "error_status")
@@ -126,7 +122,7 @@ class Respond:
         if value is None:
             return None
         try:
-            if self._ours(key):
+            if self._state.ours(key):
                 return self._own_reports.read(value)
             heard = self._state.reports.get(key)
             report = from_orca(heard.report if heard else None, load_report.decode_metrics(value))
