@@ -38,11 +38,9 @@ struct Rules {
     ranked: usize,
 }
 
-/// What is the same for all usual requests of one name, as long as its model's replicas are; see
-/// `penstock.gateway.picker.compiled.Compiled.Route`.
-#[pyclass(frozen)]
-pub struct Route {
-    of: Py<PyAny>,
+/// What hashes chats; see `penstock.gateway.load.compiled_hasher.UsualChats`.
+#[derive(FromPyObject)]
+struct Chats {
     texts: Py<TextHasher>,
     skeleton: Py<PyAny>,
     longest: usize,
@@ -50,6 +48,14 @@ pub struct Route {
     encode_some: (Py<PyAny>, usize),
     every: Vec<u8>,
     first: Vec<u8>,
+}
+
+/// What is the same for all usual requests of one name, as long as its model's replicas are; see
+/// `penstock.gateway.picker.compiled.Compiled.Route`.
+#[pyclass(frozen)]
+pub struct Route {
+    of: Py<PyAny>,
+    chats: Chats,
     block_size: usize,
     rates: Py<PyAny>,
     prices: Py<Folded>,
@@ -65,7 +71,7 @@ impl Route {
     fn new(
         py: Python<'_>,
         of: Py<PyAny>,
-        chats: (Py<TextHasher>, Py<PyAny>, usize, Py<PyAny>, (Py<PyAny>, usize), Vec<u8>, Vec<u8>),
+        chats: Chats,
         block_size: usize,
         rates: Py<PyAny>,
         prices: Py<Folded>,
@@ -73,24 +79,8 @@ impl Route {
         coming: Py<Coming>,
         among: Option<PyBuffer<u8>>,
     ) -> PyResult<Self> {
-        let (texts, skeleton, longest, encode, encode_some, every, first) = chats;
         let among = values(py, among.as_ref())?;
-        Ok(Route {
-            of,
-            texts,
-            skeleton,
-            longest,
-            encode,
-            encode_some,
-            every,
-            first,
-            block_size,
-            rates,
-            prices,
-            index,
-            coming,
-            among,
-        })
+        Ok(Route { of, chats, block_size, rates, prices, index, coming, among })
     }
 }
 
@@ -144,7 +134,7 @@ impl Requests {
             most: rules.ranked,
             books: Some((request_id.to_str()?.to_owned(), 1)),
         };
-        let picked = picked(route.prices.bind(py), &*route.index.borrow(py), route.coming.bind(py), &rates, wanted)?;
+        let picked = picked(route.prices.bind(py), &route.index.borrow(py), route.coming.bind(py), &rates, wanted)?;
         if picked.booking.is_none() {
             return Ok(None); // nobody may take it
         }
@@ -211,13 +201,13 @@ impl Requests {
 
     /// The tokens and the blocks of a chat; None where that takes long, or Python's words for what is wrong with it.
     fn hashed(&self, route: &Route, asks: &Asks<'_>, size: usize) -> PyResult<Option<(usize, BlockHashes)>> {
-        let py = asks.messages.py();
-        let (encode, most) = match &route.encode_some {
+        let (py, of) = (asks.messages.py(), &route.chats);
+        let (encode, most) = match &of.encode_some {
             (encode, most) if size > self.rules.inline_bytes => (encode, Some(*most)),
-            _ => (&route.encode, None),
+            _ => (&of.encode, None),
         };
-        let (texts, skeleton, encode) = (route.texts.get(), route.skeleton.bind(py), encode.bind(py));
-        match texts.chat(py, &asks.messages, skeleton, route.longest, encode, most, &route.every, &route.first) {
+        let (texts, skeleton, encode) = (of.texts.get(), of.skeleton.bind(py), encode.bind(py));
+        match texts.chat(py, &asks.messages, skeleton, of.longest, encode, most, &of.every, &of.first) {
             Err(refusal) if refusal.matches(py, &self.refusals)? => Ok(None),
             hashed => hashed,
         }
