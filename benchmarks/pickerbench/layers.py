@@ -80,7 +80,7 @@ def _feed(peer: h2.connection.H2Connection, data: bytes, stream: int) -> None:
 class Decided:
     """A director that has decided already."""
 
-    usual_heads = None
+    usual_heads = at_once = None
 
     def __init__(self) -> None:
         booking = Bookings().book("r", ReplicaKey("u", 8000), 1, 0.0)
