@@ -167,7 +167,7 @@ class AtOnce:
         return routed
 
     def _route(self, name: str, now: float) -> Any:
-        """See `Compiled.Requests`."""
+        """The `Route` of what a name means at a moment; None: its requests are not usual now."""
         meaning, directory = self._resolve.meaning(name), self._state.directory
         if meaning is None or meaning.adapter is not None or meaning.renamed is not None:
             return None
