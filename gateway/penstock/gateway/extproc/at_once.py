@@ -53,17 +53,23 @@ class Rules(NamedTuple):
     limits: tuple[str, ...]
     """Fields with the output tokens that it wants at most."""
     model: str
+    """The field that names a model."""
     messages: str
+    """The field with the chat."""
     files: bytes
     """What begins a file in its body."""
     bytes_per_token: int
+    """Of a prompt, for a guess at its tokens."""
     most_bytes: int
     """Of its body."""
     inline_bytes: int
     """Of a body of which the tokenizer may read all."""
     horizon: int
+    """Output tokens whose time counts, at most."""
     tolerance: float
+    """Of the policy."""
     ranked: int
+    """Candidates of which a decision keeps the figures."""
 
 
 RULES = Rules(
@@ -137,25 +143,24 @@ class AtOnce:
         if decided is None:
             return None
         way, picked, rates, (tokens, hashes), request_id, max_tokens, guess, (came, now) = decided
-        _, meaning, _, columns, _, block_size = way
-        self._gate.passed(meaning.model, guess, came)
+        model, booking = way.meaning.model, picked.booking
+        self._gate.passed(model, guess, came)
         request = RequestView(
             id=request_id,
             path=CHAT_PATH,
             model=way.name,
             prompts=(Prompt(tokens, hashes),),
-            block_size=block_size,
+            block_size=way.block_size,
             max_tokens=max_tokens,
         )
-        choice = self._state.picks.made(meaning.model, request.figures, columns, picked, now, rates, books=True)
-        booking = picked.booking
-        self._state.sent(meaning.model, request, Sent(choice, booking), now)
+        choice = self._state.picks.made(model, request.figures, way.columns, picked, now, rates, books=True)
+        self._state.sent(model, request, Sent(choice, booking), now)
         routed = Routed(
             endpoints=choice.endpoints,
             pool=choice.replica.pool,
             booking=booking,
-            model=meaning.model.id,
-            name=meaning.name,
+            model=model.id,
+            name=way.meaning.name,
             came=came,
             choice=choice,
             prompt_tokens=tokens,

@@ -60,7 +60,7 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Routed(msgspec.Struct, kw_only=True):
-    """The destination of a request. Nothing changes but that `choice` goes."""
+    """The destination of a request. Nothing changes once it was sent on, but that `choice` goes."""
 
     endpoints: list[str]
     """`ip:port` in order of preference."""

@@ -9,8 +9,6 @@ in the answer to a body, cannot be served and are refused by name.
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
-import msgspec
-
 from penstock.gateway._pb.envoy.extensions.filters.http.ext_proc.v3.processing_mode_pb2 import ProcessingMode
 from penstock.gateway._pb.envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingResponse
 from penstock.gateway.extproc import answers
@@ -256,8 +254,9 @@ class Exchange:
         self._let_go()
         if isinstance(outcome, Answered):
             return self._answered(outcome)
-        self._routed = cut(outcome, self._destinations)
-        return self._routed
+        self._routed = outcome
+        cut(outcome, self._destinations)
+        return outcome
 
     def _taken(self) -> bytes:
         """The body, which is not kept here any longer: the stream may last as long as the answer."""
@@ -317,11 +316,9 @@ def failure() -> Answered:
     return answers.refusal(Refused(500, "the gateway failed to decide where this request goes", "internal_error"))
 
 
-def cut(routed: Routed, destinations: int) -> Routed:
-    """The same with no more destinations than the gateway reads."""
-    if len(routed.endpoints) > destinations:
-        return msgspec.structs.replace(routed, endpoints=routed.endpoints[:destinations])
-    return routed
+def cut(routed: Routed, destinations: int) -> None:
+    """Leave no more destinations than the gateway reads."""
+    del routed.endpoints[destinations:]
 
 
 def _waits(modes: Modes, ends: bool) -> bool:

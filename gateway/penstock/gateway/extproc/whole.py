@@ -208,11 +208,12 @@ class Taker:
         """The request goes to its replica, with its body if it gets no other one. `place`: as in `_answered`."""
         self._service.director.passed_on(routed)
         sent: Any = self._peer.connection  # of the compiled kind
-        reached, body = cut(routed, self._service.destinations), body if routed.body is None else routed.body
-        if reached.usual:
-            sent.usual(stream, ",".join(reached.endpoints), reached.pool, reached.notes, body)
+        body = body if routed.body is None else routed.body
+        cut(routed, self._service.destinations)
+        if routed.usual:
+            sent.usual(stream, ",".join(routed.endpoints), routed.pool, routed.notes, body)
         else:
-            sent.routed(stream, *answers.pick(reached), body)
+            sent.routed(stream, *answers.pick(routed), body)
         routed.choice = None
         self._done(place)
 
