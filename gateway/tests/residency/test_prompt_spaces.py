@@ -3,6 +3,7 @@
 import asyncio
 import threading
 import time
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -59,11 +60,17 @@ class Replicas:
         self.library = PromptLibrary(self.state, folders)
         self.replicas: list[Replica] = []
         self.runners: list[web.AppRunner] = []
+        self.asked = 0
         self.downloads = 0
 
-    async def add(self, served: PromptBundle | None = None, **changes: Any) -> Replica:
+    async def add(
+        self, served: PromptBundle | None = None, first: Callable[[], Awaitable[None]] | None = None, **changes: Any
+    ) -> Replica:
         async def answer(request: web.Request) -> web.Response:
             assert served is not None
+            self.asked += 1
+            if first is not None:
+                await first()
             if served.digest in request.headers.get("if-none-match", ""):
                 return web.Response(status=304, headers={"etag": f'"{served.digest}"'})
             self.downloads += 1
@@ -79,9 +86,10 @@ class Replicas:
         name = f"r{len(self.replicas)}"
         port = runner.addresses[0][1]
         known: dict[str, Any] = {"uid": name, "name": name, "pool": "ns/m/p", "host": "127.0.0.1", "port": port}
-        replica = Replica(**known, events_port=0, replay_port=0, ready=True, **changes)
+        replica = Replica(**known | changes, events_port=0, replay_port=0, ready=True)
         self.replicas.append(replica)
-        self.state.update(Fleet(models=[MODEL], pools=[Pool(id="ns/m/p", model="ns/m")], replicas=list(self.replicas)))
+        pools = [Pool(id=pool, model="ns/m") for pool in sorted({replica.pool for replica in self.replicas})]
+        self.state.update(Fleet(models=[MODEL], pools=pools, replicas=list(self.replicas)))
         return replica
 
     async def learnt(self, count: int) -> None:
@@ -229,31 +237,143 @@ async def test_a_longer_prompt_needs_no_thread_once_most_of_it_is_remembered(
     assert len(handed) == 2
 
 
-async def test_many_replicas_of_one_bundle_are_one_download_and_one_processor(
-    fleet: Replicas, monkeypatch: pytest.MonkeyPatch
+class Slow:
+    """Bundles that are parsed when told to, and what was parsed and built: whether by the event loop's thread."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.read: list[bool] = []
+        self.built: list[bool] = []
+        self.go_on = threading.Event()
+        from_json, slow = PromptBundle.from_json, self
+
+        class Processor(prompts.PromptProcessor):
+            def __init__(self, bundle: PromptBundle) -> None:
+                slow.built.append(threading.current_thread() is threading.main_thread())
+                super().__init__(bundle)
+
+        def reading(data: bytes) -> PromptBundle:
+            slow.read.append(threading.current_thread() is threading.main_thread())
+            slow.go_on.wait(60)
+            return from_json(data)
+
+        monkeypatch.setattr(prompts, "PromptProcessor", Processor)
+        monkeypatch.setattr(PromptBundle, "from_json", staticmethod(reading))
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[Slow]:
+    slow = Slow(monkeypatch)
+    yield slow
+    slow.go_on.set()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(60):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+def later(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    """All at once it is so much later for the event loop."""
+    loop = asyncio.get_running_loop()
+    time_of = loop.time
+    monkeypatch.setattr(loop, "time", lambda: time_of() + seconds)
+
+
+async def test_many_replicas_of_one_slow_bundle_are_one_download_and_one_processor(
+    fleet: Replicas, slow: Slow, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A cold start of many replicas: the others need only say that theirs is the same."""
-    built: list[bool] = []
+    """A cold start of many replicas: the others need only say that theirs is the same, however long that takes to parse."""
+    for _ in range(40):
+        await fleet.add(bundle())
+    learning = asyncio.create_task(fleet.learnt(40))
+    await until(lambda: len(slow.read) == 1)
+    later(monkeypatch, prompts.FETCH_S - 2.0)
+    for _ in range(20):  # what waited less than that asks before this is answered
+        async with aiohttp.ClientSession() as session, session.get(f"http://{fleet.replicas[-1].endpoint}/") as response:
+            assert response.status == 404
+    assert fleet.asked == 1
+    later(monkeypatch, 2.0)  # nobody waits for the first one any more, and the bundle is still not parsed
+    await until(lambda: fleet.asked == 40 or fleet.downloads > 1)
+    slow.go_on.set()
+    await learning
+    assert slow.built == slow.read == [False]
+    assert fleet.downloads == 1
 
-    class Processor(prompts.PromptProcessor):
-        def __init__(self, bundle: PromptBundle) -> None:
-            built.append(threading.current_thread() is threading.main_thread())
-            super().__init__(bundle)
 
-    read: list[bool] = []
-    from_json = PromptBundle.from_json
+async def test_pools_of_one_bundle_parse_it_once(fleet: Replicas, slow: Slow) -> None:
+    """The pools' first replicas ask at the same time, and the second answer is found to be the bundle that is on its way."""
+    both = asyncio.Barrier(2)
 
-    def reading(data: bytes) -> PromptBundle:
-        read.append(threading.current_thread() is threading.main_thread())
-        return from_json(data)
+    async def together() -> None:
+        await both.wait()
 
-    monkeypatch.setattr(prompts, "PromptProcessor", Processor)
-    monkeypatch.setattr(PromptBundle, "from_json", staticmethod(reading))
+    for pool in ("ns/m/p", "ns/m/q"):
+        await fleet.add(bundle(), first=together, pool=pool)
+    learning = asyncio.create_task(fleet.learnt(2))
+    await until(lambda: len(slow.read) >= 1 and fleet.downloads == 2)
+    slow.go_on.set()
+    await learning
+    assert slow.built == slow.read == [False]
+
+
+async def test_where_the_first_replica_fails_the_next_one_is_asked_before_the_others(fleet: Replicas, slow: Slow) -> None:
+    async def fails() -> None:
+        raise web.HTTPServiceUnavailable
+
+    await fleet.add(bundle(), first=fails)
     for _ in range(12):
         await fleet.add(bundle())
+    slow.go_on.set()
     await fleet.learnt(12)
-    assert built == read == [False]
+    assert slow.read == [False]
     assert fleet.downloads == 1
+
+
+@pytest.mark.parametrize("of_the_same_bundle", [True, False], ids=["one bundle", "two bundles"])
+async def test_a_first_replica_that_hangs_holds_the_others_up_no_longer_than_a_download_may_take(
+    of_the_same_bundle: bool, fleet: Replicas, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    never, loop = asyncio.Event(), asyncio.get_running_loop()
+
+    async def hangs() -> None:
+        await never.wait()
+
+    for _ in range(3):
+        await fleet.add(bundle(), first=hangs)
+    for n in range(12):
+        await fleet.add(bundle(block_size=16 if of_the_same_bundle or n % 2 else 8))
+    began = loop.time()
+    learning = asyncio.create_task(fleet.learnt(12))
+    await until(lambda: fleet.asked == 1)
+    later(monkeypatch, prompts.FETCH_S)
+    await learning
+    never.set()
+    assert set(fleet.library._digests) == {key_of(replica) for replica in fleet.replicas[3:]}
+    assert loop.time() - began < 2 * prompts.FETCH_S
+
+
+async def test_a_bundle_that_breaks_off_is_taken_from_the_next_replica(fleet: Replicas, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that wait for it, in another pool, need not wait for another try of the replica that failed."""
+    monkeypatch.setattr(prompts, "RETRY_S", 3600.0)
+    waiting, from_json = threading.Event(), PromptBundle.from_json
+    calls: list[bytes] = []
+
+    def reading(data: bytes) -> PromptBundle:
+        calls.append(data)
+        if len(calls) == 1:
+            waiting.wait(60)
+            raise ValueError("broken")
+        return from_json(data)
+
+    monkeypatch.setattr(PromptBundle, "from_json", staticmethod(reading))
+    first, second = await fleet.add(bundle()), await fleet.add(bundle(), pool="ns/m/q")
+    learning = asyncio.create_task(fleet.learnt(1))
+    await until(lambda: fleet.asked == 2)
+    waiting.set()
+    await learning
+    assert len(calls) == 2 and len(fleet.library._digests) == 1
+    assert {key_of(first), key_of(second)} == fleet.library._digests.keys() | fleet.library._retry_at.keys()
 
 
 @pytest.mark.parametrize(

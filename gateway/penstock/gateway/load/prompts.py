@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-import aiohttp
+from aiohttp import ClientResponse, ClientTimeout
 
 from penstock.api.fleet import Replica
 from penstock.gateway.load.compiled_hasher import CompiledMemo
@@ -37,10 +37,9 @@ _T = TypeVar("_T")
 
 THREADS = 2
 TICK_S = 0.25
-FETCH_TIMEOUT = aiohttp.ClientTimeout(total=10.0)
+FETCH_S = 10.0
+"""How long a bundle may take to arrive, and how long the replicas of a pool wait for the first one's at most."""
 RETRY_S = 2.0
-LEAD_S = 1.0
-"""How long the replicas of a pool wait for the first one's bundle."""
 ASKED_AT_ONCE = 8
 """Replicas whose bundles are asked for at one time."""
 TOKENIZE_TIMEOUT_S = 0.5
@@ -94,6 +93,11 @@ class PromptLibrary:
         self._retry_at: dict[ReplicaKey, float] = {}
         self._building: dict[bytes, asyncio.Future[PrefixMemo]] = {}
         """What a thread makes now, by hash space."""
+        self._first: dict[str, asyncio.Future[bool]] = {}
+        """By pool, the replica of it that is asked before the others: whether it has given its bundle."""
+        self._arriving: dict[str, asyncio.Future[None]] = {}
+        """Bundles that are downloaded, parsed or built now, by digest. A future ends with that, well or not."""
+        self._asked = asyncio.Semaphore(ASKED_AT_ONCE)
         self._groups: dict[int, tuple[Sequence[Replica], Groups]] = {}
         """See `spaces`; by the identity of the list of replicas, which never changes."""
         sys.setswitchinterval(SWITCH_S)
@@ -217,23 +221,30 @@ class PromptLibrary:
         return heard.report.epoch if heard else None
 
     async def _learn_all(self, client: ReplicaClient, replicas: Sequence[Replica]) -> None:
-        """One of each pool goes first: the others then need only say that theirs is the same."""
-        leaders = {replica.pool: replica for replica in reversed(replicas)}
-        limit = asyncio.Semaphore(ASKED_AT_ONCE)
-
-        async def learn(replica: Replica) -> None:
-            async with limit:
-                await self._learn(client, replica)
-
         async with asyncio.TaskGroup() as group:
-            first = [group.create_task(learn(replica)) for replica in leaders.values()]
-            if first:
-                await asyncio.wait(first, timeout=LEAD_S)
             for replica in replicas:
-                if leaders[replica.pool] is not replica:
-                    group.create_task(learn(replica))
+                group.create_task(self._learn_in_turn(client, replica))
 
-    async def _learn(self, client: ReplicaClient, replica: Replica) -> None:
+    async def _learn_in_turn(self, client: ReplicaClient, replica: Replica) -> None:
+        """One of each pool goes first: the others then need only say that theirs is the same. Where it gives none, the next one
+        goes first. Where it gives none in time, all of them go."""
+        loop = asyncio.get_running_loop()
+        until = loop.time() + FETCH_S
+        while (first := self._first.get(replica.pool)) is not None:
+            ended, _ = await asyncio.wait([first], timeout=until - loop.time())
+            if not ended or first.result():
+                await self._learn(client, replica)
+                return
+        self._first[replica.pool] = first = loop.create_future()
+        given = False
+        try:
+            given = await self._learn(client, replica)
+        finally:
+            del self._first[replica.pool]
+            first.set_result(given)
+
+    async def _learn(self, client: ReplicaClient, replica: Replica) -> bool:
+        """Whether the replica has given its bundle."""
         key = key_of(replica)
         epoch = self._epoch(key)
         try:
@@ -249,18 +260,44 @@ class PromptLibrary:
         else:
             self._digests[key] = (epoch, digest)
         self._groups.clear()
+        return digest is not None
 
     async def _fetch(self, client: ReplicaClient, replica: Replica) -> str:
-        """The digest of what the replica serves."""
-        known = {"if-none-match": ", ".join(f'"{digest}"' for digest in self._bundles)} if self._bundles else {}
-        async with client.get(replica, "/prompt-bundle", FETCH_TIMEOUT, known) as response:
-            response.raise_for_status()
-            digest = response.headers.get("etag", "").removeprefix("W/").strip('"')
+        """The digest of what the replica serves. A bundle that is on its way from another replica is waited for; where that one
+        fails, this one's is taken."""
+        loop = asyncio.get_running_loop()
+        until = loop.time() + FETCH_S
+        while True:
+            # Replicas that fail one after another may not keep this one from giving its own.
+            arriving = self._arriving if loop.time() < until else {}
+            asked = dict(arriving)
+            known = ", ".join(f'"{digest}"' for digest in (*self._bundles, *asked))
+            headers = {"if-none-match": known} if known else {}
+            async with self._asked, client.get(replica, "/prompt-bundle", ClientTimeout(total=FETCH_S), headers) as response:
+                response.raise_for_status()
+                digest = response.headers.get("etag", "").removeprefix("W/").strip('"')
+                other = asked.get(digest) or arriving.get(digest)
+                if other is None and digest not in self._bundles:
+                    return await self._take(digest, response)
+            if other is not None:
+                await asyncio.wait([other])
+            if digest in self._bundles:
+                return digest
+
+    async def _take(self, digest: str, response: ClientResponse) -> str:
+        """The digest of the bundle in a response, downloaded, parsed and built."""
+        loop = asyncio.get_running_loop()
+        ended = loop.create_future()
+        if digest:  # else nobody can ask whether it is the same
+            self._arriving[digest] = ended
+        try:
             data = await body_of(response, MAX_BUNDLE_BYTES) if response.status == 200 else b""
-        if digest in self._bundles:
-            return digest
-        bundle = await asyncio.get_running_loop().run_in_executor(self._pool, PromptBundle.from_json, data)
-        return await self._load(bundle, bundle.max_model_len)
+            bundle = await loop.run_in_executor(self._pool, PromptBundle.from_json, data)
+            return await self._load(bundle, bundle.max_model_len)
+        finally:
+            if self._arriving.get(digest) is ended:
+                del self._arriving[digest]
+            ended.set_result(None)
 
     async def _read(self, replica: Replica) -> str | None:
         """The digest of the tokenizer that was given for the replica's model; None where there is none."""
