@@ -2,6 +2,7 @@
 
 use pyo3::buffer::PyBuffer;
 use pyo3::exceptions::PyValueError;
+use pyo3::gc::{PyTraverseError, PyVisit};
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict, PyFrozenSet, PyInt, PyString, PyTuple};
 
@@ -107,6 +108,11 @@ impl Requests {
     #[new]
     fn new(rules: Rules, read: Py<PyAny>, route: Py<PyAny>, word: Py<PyAny>, clock: Py<PyAny>, refusals: Py<PyTuple>) -> Self {
         Requests { rules, read, route, word, clock, refusals }
+    }
+
+    /// `route` is a method of who keeps this: the collector must see the circle.
+    fn __traverse__(&self, visit: PyVisit<'_>) -> Result<(), PyTraverseError> {
+        visit.call(&self.route)
     }
 
     /// The way and the pick of a request, and what there is to note of both. None: it is not usual, and nothing has changed.

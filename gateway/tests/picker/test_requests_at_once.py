@@ -2,9 +2,11 @@
 outcomes out, and the same is known afterwards."""
 
 import asyncio
+import gc
 import random
 import time
 import uuid
+import weakref
 from typing import Any
 
 import msgspec
@@ -281,3 +283,13 @@ def test_much_of_a_history_is_decided_at_once() -> None:
     stages, at_once = lived(2, 400)
     assert stages.decided_at_once == 0
     assert at_once.decided_at_once > 50
+
+
+def test_who_decides_at_once_is_collected() -> None:
+    side = Side(at_once=True)
+    decides = weakref.ref(side.director.at_once.__self__)  # type: ignore[union-attr]
+    assert decides() is not None
+    side.gateway._prompts.close()
+    del side
+    gc.collect()
+    assert decides() is None
