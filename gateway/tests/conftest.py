@@ -6,8 +6,19 @@ from functools import partial
 import pytest
 
 from penstock.gateway.picker.columns import Columns
-from penstock.gateway.picker.compiled import index_of, installed
+from penstock.gateway.picker.compiled import Compiled, index_of, installed
 from penstock.gateway.picker.state import FleetState
+
+
+@pytest.fixture(params=["python", "compiled"])
+def compiled(request: pytest.FixtureRequest) -> Compiled | None:
+    """What a server or a gateway stands on; None: Python."""
+    if request.param == "python":
+        return None
+    found = installed()
+    if found is None:
+        pytest.skip("penstock-gateway-native is not built: make native")
+    return found
 
 
 @pytest.fixture(scope="module", params=["python", "compiled"])

@@ -17,7 +17,7 @@ from penstock.gateway.h2.forms import Connect, connect_by
 from penstock.gateway.h2.frames import Code
 from penstock.gateway.h2.server import Server
 from penstock.gateway.h2.stream import Stream
-from penstock.gateway.picker.compiled import Compiled, installed
+from penstock.gateway.picker.compiled import Compiled
 
 HEAD = [
     (":method", "POST"), (":scheme", "http"), (":path", "/a.B/C"), (":authority", "x"),
@@ -139,17 +139,6 @@ def parse(data: bytes) -> list[Frame]:
 
 def data(payload: bytes, stream: int = 1, *, ends: bool = False, flags: int = 0) -> bytes:
     return frames.frame(frames.DATA, flags | (frames.END_STREAM if ends else 0), stream, payload)
-
-
-@pytest.fixture(params=["python", "compiled"])
-def compiled(request: pytest.FixtureRequest) -> Compiled | None:
-    """What a server stands on; None: Python."""
-    if request.param == "python":
-        return None
-    found = installed()
-    if found is None:
-        pytest.skip("penstock-gateway-native is not built: make native")
-    return found
 
 
 @pytest.fixture

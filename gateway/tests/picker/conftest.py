@@ -26,6 +26,7 @@ from penstock.gateway._pb.envoy.service.ext_proc.v3.external_processor_pb2 impor
 )
 from penstock.gateway._pb.envoy.service.ext_proc.v3.external_processor_pb2_grpc import ExternalProcessorStub
 from penstock.gateway.picker.candidates import key_of
+from penstock.gateway.picker.compiled import Compiled
 from penstock.gateway.process import Gateway, GatewaySettings
 from penstock.gateway.xds.listener import ListenerSettings
 from penstock.prompt.bundle import PromptBundle
@@ -218,12 +219,15 @@ def debug_token() -> Path | None:
 
 @pytest.fixture
 async def world(
+    compiled: Compiled | None,
     ext_proc: str,
     tenants_file: Path | None,
     audit_log: Path | None,
     debug_token: Path | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> AsyncIterator[World]:
+    """A gateway in Python and, where that is installed, one with the compiled parts."""
+    monkeypatch.setattr("penstock.gateway.process.installed", lambda: compiled)
     monkeypatch.setattr("penstock.gateway.process.NOTICE_S", 0.0)  # no Envoy is to notice that it stops
     world = World(ext_proc, tenants_file, audit_log, debug_token)
     async with contextlib.AsyncExitStack() as stack:

@@ -11,6 +11,7 @@ from playwright.async_api import Browser, Page, async_playwright, expect
 
 from penstock.api import headers
 from penstock.api.fleet import Adapter, Fleet, Model, Pool
+from penstock.gateway.picker.compiled import Compiled, installed
 
 CHROMIUM = Path("/usr/bin/chromium")
 ARGUMENTS = [
@@ -35,6 +36,12 @@ async def chromium() -> AsyncIterator[Browser]:
             yield browser
         finally:
             await browser.close()
+
+
+@pytest.fixture
+def compiled() -> Compiled | None:
+    """What is installed: the console shows the same over both forms, and a browser costs seconds."""
+    return installed()
 
 
 @pytest.fixture

@@ -30,7 +30,7 @@ from penstock.gateway.cli import gateway as gateway_command
 from penstock.gateway.extproc.body import MAX_BODY_BYTES
 from penstock.gateway.extproc.health import READINESS
 from penstock.gateway.picker.candidates import key_of
-from penstock.gateway.picker.compiled import MODULE, installed, name_of
+from penstock.gateway.picker.compiled import MODULE, Compiled, installed, name_of
 from penstock.gateway.picker.request import RequestView
 from penstock.gateway.process import Gateway, GatewaySettings
 from penstock.gateway.xds.listener import ListenerSettings
@@ -63,8 +63,8 @@ async def test_a_request_goes_where_its_prefix_is_and_says_why(world: Any) -> No
     assert decisions[0]["candidates"][1]["terms"]["prefill_s"] == pytest.approx(0.064)
 
 
-async def test_the_package_takes_in_usual_heads_where_it_is(world: Any) -> None:
-    assert (world.gateway._extproc.director.usual_heads is None) == (installed() is None)
+async def test_the_package_takes_in_usual_heads_where_it_is(world: Any, compiled: Compiled | None) -> None:
+    assert (world.gateway._extproc.director.usual_heads is None) == (compiled is None)
 
 
 async def test_simultaneous_requests_spread(world: Any) -> None:
@@ -264,7 +264,7 @@ async def test_all_names_of_health_are_listed(world: Any) -> None:
     assert {it.status for it in listed.values()} == {HealthCheckResponse.SERVING}
 
 
-async def test_health_readiness_and_metrics(world: Any) -> None:
+async def test_health_readiness_and_metrics(world: Any, compiled: Compiled | None) -> None:
     health = HealthStub(world.channel)
 
     async def status(name: str) -> int:
@@ -291,7 +291,7 @@ async def test_health_readiness_and_metrics(world: Any) -> None:
     assert 'penstock_picker_load_report_age_seconds{replica="r0"}' in text
     async with world.http.get("/version") as response:
         told = await response.json()
-    assert told == {"version": version("penstock"), "picks": name_of(installed())}
+    assert told == {"version": version("penstock"), "picks": name_of(compiled)}
     assert f'penstock_gateway_info{{picks="{told["picks"]}",version="{told["version"]}"}} 1.0' in text
     async with world.http.get("/pools?after=soon") as response:
         assert response.status == 400

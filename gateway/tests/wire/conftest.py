@@ -20,10 +20,12 @@ from aiohttp import web
 from penstock.api import headers
 from penstock.api.fleet import Fleet, Model, Pool, Replica
 from penstock.api.load_report import LoadReport
+from penstock.gateway.picker.compiled import installed
 from testing.ports import free_ports
 
 POOL = "default/tiny/main"
 MODEL = "default/tiny"
+WITHOUT_NATIVE = Path(__file__).parent.parent / "without_native"
 
 
 @dataclass
@@ -158,11 +160,21 @@ def fleet_of(*replicas: Replica, hold_timeout_s: float = 1.0) -> Fleet:
     return Fleet(models=[model], pools=[Pool(id=POOL, model=MODEL)], replicas=list(replicas))
 
 
+def found_in_python() -> dict[str, str]:
+    """The environment of a gateway that is to find no compiled parts, although they are installed."""
+    if installed() is None:
+        pytest.skip("penstock-gateway-native is not built: the gateway is Python's in any case")
+    there = os.environ.get("PYTHONPATH")
+    return {"PYTHONPATH": os.pathsep.join([str(WITHOUT_NATIVE), *([there] if there else [])])}
+
+
 class Processes:
     """Starts commands of `penstock` and ends them all, whatever happens."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        self.environment: dict[str, str] = {}
+        """What they find beside our own."""
         self._running: list[subprocess.Popen[bytes]] = []
 
     def start(self, name: str, *arguments: str) -> subprocess.Popen[bytes]:
@@ -170,7 +182,7 @@ class Processes:
 
     def spawn(self, name: str, *command: str) -> subprocess.Popen[bytes]:
         # From this, the main thread: a child may ask to die with the thread that started it.
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", **self.environment}
         with (self._folder / f"{name}.log").open("ab") as log:
             process = subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
         self._running.append(process)
@@ -210,6 +222,12 @@ def fleet_of_fixture() -> Callable[..., Fleet]:
 @pytest.fixture(scope="session")
 def ports() -> Callable[[int], list[int]]:
     return free_ports
+
+
+@pytest.fixture(scope="session")
+def in_python() -> Callable[[], dict[str, str]]:
+    """`Processes.environment` of a gateway in Python; skips where there is no other."""
+    return found_in_python
 
 
 @pytest.fixture(scope="session")

@@ -75,11 +75,20 @@ async def all_ended(its: Silent, client: aiohttp.ClientSession, before: tuple[fl
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ext_proc", ["lean", "grpc"])
+@pytest.mark.parametrize("front_end", ["lean", "lean in Python", "grpc"])
 async def test_the_end_of_a_stream_ends_its_booking(
-    tmp_path: Path, processes: Any, ports: Any, engine: Any, fleet_of: Any, client: aiohttp.ClientSession, ext_proc: str
+    tmp_path: Path,
+    processes: Any,
+    in_python: Any,
+    ports: Any,
+    engine: Any,
+    fleet_of: Any,
+    client: aiohttp.ClientSession,
+    front_end: str,
 ) -> None:
     only = await engine("only")
+    ext_proc, _, form = front_end.partition(" in ")
+    processes.environment = in_python() if form else {}
     its = Silent(tmp_path, processes, ports, ext_proc, fleet_of(only.replica()))
     await its.answers(client)
     async with asyncio.timeout(60):

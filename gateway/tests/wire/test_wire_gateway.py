@@ -17,6 +17,7 @@ import pytest
 
 from penstock.api import headers
 from penstock.api.fleet import Fleet, Model, Pool
+from penstock.gateway.picker.compiled import installed, name_of
 from testing import patient
 
 BODY = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
@@ -90,14 +91,16 @@ def wait_until_it_answers(stack: Stack, limit_s: float = 60.0) -> None:
     raise AssertionError(f"no answer in {limit_s} s\n{stack.processes.log('gateway')}\n{stack.processes.log('envoy')}")
 
 
-@pytest.fixture(scope="module", params=["lean", "grpc"])
+@pytest.fixture(scope="module", params=["lean", "lean in Python", "grpc"])
 def shared(
-    tmp_path_factory: pytest.TempPathFactory, make_processes: Any, ports: Any, request: pytest.FixtureRequest
+    tmp_path_factory: pytest.TempPathFactory, make_processes: Any, in_python: Any, ports: Any, request: pytest.FixtureRequest
 ) -> Iterator[Stack]:
     folder = tmp_path_factory.mktemp("stack")
     processes = make_processes(folder)
+    ext_proc, _, form = request.param.partition(" in ")
+    processes.environment = in_python() if form else {}
     try:
-        stack = Stack(folder, processes, ports, request.param)
+        stack = Stack(folder, processes, ports, ext_proc)
         wait_until_it_answers(stack)
         yield stack
     finally:
@@ -122,6 +125,12 @@ async def serving(shared: Stack, engine: Any, fleet_of: Any) -> tuple[Stack, Any
 async def error_of(response: aiohttp.ClientResponse) -> dict[str, Any]:
     assert response.content_type == "application/json"
     return (await response.json())["error"]
+
+
+async def test_the_gateway_stands_on_the_form_that_is_asked_for(shared: Stack, request: pytest.FixtureRequest) -> None:
+    told = patient.get(f"http://127.0.0.1:{shared.http_port}/version").json()
+    form = None if "in Python" in request.node.callspec.id else installed()
+    assert told["picks"] == name_of(form)
 
 
 async def test_the_openai_client_works(serving: Any) -> None:
