@@ -147,6 +147,10 @@ impl ResidencyIndex {
         Ok(())
     }
 
+    fn set_total(&mut self, blocks: usize) {
+        self.blocks.set_total(blocks);
+    }
+
     fn limit(&self, key: &Bound<'_, PyAny>) -> PyResult<usize> {
         Ok(self.bit(key)?.map_or(self.blocks.per_replica(), |bit| self.blocks.limit(bit)))
     }

@@ -55,7 +55,7 @@ fn chain<'py>(
 #[pymodule]
 fn penstock_gateway_native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     // Number of the interface in `penstock.gateway.picker.compiled`.
-    module.add("INTERFACE", 20)?;
+    module.add("INTERFACE", 21)?;
     module.add("VERSION", env!("CARGO_PKG_VERSION"))?;
     module.add("FIGURES", price::FIGURES)?;
     module.add_class::<bookings::Bookings>()?;

@@ -191,6 +191,11 @@ impl Blocks {
         self.enforce(bit);
     }
 
+    pub fn set_total(&mut self, blocks: usize) {
+        self.total = blocks.max(1);
+        self.enforce_total();
+    }
+
     /// The replica caches these blocks now; those it cached already have been used.
     pub fn store(&mut self, bit: usize, hashes: impl Iterator<Item = Hash>) {
         let holder = self.holders[bit].as_mut().expect("a bit in use");
@@ -316,6 +321,10 @@ impl Blocks {
         if count > limit {
             self.evict(bit, (count - limit).max(limit / BATCHES));
         }
+        self.enforce_total();
+    }
+
+    fn enforce_total(&mut self) {
         while self.entries > self.total {
             let holders = self.holders.iter().enumerate().filter_map(|(bit, holder)| Some((bit, holder.as_ref()?)));
             let Some((largest, _)) = holders.max_by_key(|(_, holder)| (holder.blocks.len(), u64::MAX - holder.place)) else {

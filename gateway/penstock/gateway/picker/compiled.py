@@ -18,7 +18,7 @@ from penstock.gateway.picker.figures import Figures, Floats, Rates
 from penstock.gateway.residency.index import MAX_BLOCKS, MAX_BLOCKS_PER_REPLICA, Knowledge, ResidencyIndex
 
 PACKAGE, MODULE = "penstock-gateway-native", "penstock_gateway_native"
-INTERFACE = 20
+INTERFACE = 21
 """Number of what follows; rises with each change of it. A package with another number is not used."""
 
 log = logging.getLogger(__name__)

@@ -44,7 +44,7 @@ class FleetState:
     """The picker's view of the world.
 
     Args:
-        residency_blocks: KV blocks that the residency index knows at most.
+        residency_blocks: KV blocks that are known at most, in caches and tiers together.
         compiled: What looks prompts up, prices and ranks; None: Python.
     """
 
@@ -56,7 +56,7 @@ class FleetState:
         self.reports = ReportStore()
         self._loaded = LoadedAdapters()
         self.residency = index_of(compiled, total=residency_blocks)
-        self.tiers = Tiers(self.residency, lambda: index_of(compiled, total=residency_blocks))
+        self.tiers = Tiers(self.residency, lambda: index_of(compiled), total=residency_blocks)
         self.beliefs = Beliefs(self.residency)
         self.outliers = Outliers()
         self._traits: dict[ReplicaKey, Traits] = {}

@@ -24,8 +24,7 @@ from penstock.gateway.picker.figures import FEW, Floats
 MAX_BLOCKS_PER_REPLICA = 262_144
 """4 M tokens in blocks of 16: more than a replica of eight H200 caches of an 8B model."""
 MAX_BLOCKS = 4_194_304
-"""Most entries of all replicas together; a block counts once for each replica that caches it. About half a gigabyte
-(`make bench-residency`)."""
+"""Most entries of all replicas together; a block counts once for each replica that caches it. About 0.75 GB."""
 SWEPT_AT_ONCE = 1024
 """Blocks of an emptied replica that are swept at a time, in about 0.2 ms."""
 BATCHES = 64
@@ -113,6 +112,11 @@ class ResidencyIndex:
         holder = self._holder(key)
         holder.limit = max(1, min(blocks, self._per_replica))
         self._enforce(holder)
+
+    def set_total(self, blocks: int) -> None:
+        """Set how many blocks of all replicas are kept at most."""
+        self._total = max(1, blocks)
+        self._enforce_total()
 
     def limit(self, key: ReplicaKey) -> int:
         """How many blocks of `key` are kept at most."""
@@ -281,6 +285,9 @@ class ResidencyIndex:
         """Drops what has been used least recently: at a replica above its bound, then at the one with most blocks."""
         while (excess := len(holder.blocks) - holder.limit) > 0:
             self._evict(holder, max(excess, holder.limit // BATCHES))
+        self._enforce_total()
+
+    def _enforce_total(self) -> None:
         while (excess := self.entries - self._total) > 0:
             largest = max(self._holders.values(), key=lambda other: len(other.blocks))
             self._evict(largest, max(excess, self._total // BATCHES))

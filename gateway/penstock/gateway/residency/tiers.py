@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from penstock.api.events import MEDIA, Medium
 from penstock.api.load_report import LoadReport
 from penstock.gateway.picker.candidates import ReplicaKey
-from penstock.gateway.residency.index import MAX_BLOCKS_PER_REPLICA, ResidencyIndex
+from penstock.gateway.residency.index import MAX_BLOCKS, MAX_BLOCKS_PER_REPLICA, ResidencyIndex
 
 PRIOR_COSTS: dict[Medium, float] = {"memory": 0.1, "disk": 0.5, "store": 0.3, "object": 0.5}
 """A load's time as a share of the time to compute the same tokens, while a replica has not measured either."""
@@ -35,15 +35,23 @@ class Tiers:
         cached: What the KV caches hold. It hears of each event first.
         make_index: Makes an empty index.
         per_replica: Blocks known of one tier of one replica at most.
+        total: Blocks known of all replicas at most, of caches and tiers together.
     """
 
     def __init__(
-        self, cached: ResidencyIndex, make_index: Callable[[], ResidencyIndex], per_replica: int = MAX_BLOCKS_PER_REPLICA
+        self,
+        cached: ResidencyIndex,
+        make_index: Callable[[], ResidencyIndex],
+        per_replica: int = MAX_BLOCKS_PER_REPLICA,
+        total: int = MAX_BLOCKS,
     ) -> None:
         self._cached = cached
         self._make_index = make_index
         self._per_replica = per_replica
+        self._total = total
         self._held: dict[ReplicaKey, dict[Medium, set[bytes]]] = {}
+        self._listed = 0
+        """Blocks in `_held`."""
         self._within: dict[Medium, ResidencyIndex] = {}
         """By tier, what can be found in it, in the tiers before it or in the KV cache."""
 
@@ -59,10 +67,13 @@ class Tiers:
         """`key` has these blocks in `medium` now; None: in its KV cache."""
         if medium is not None:
             held = self._held.setdefault(key, {}).setdefault(medium, set())
-            hashes = hashes[: max(0, self._per_replica - len(held))]
-            held.update(hashes)
             if medium not in self._within:
                 self._within[medium] = self._make_index()
+                self._divide()
+            before = len(held)
+            hashes = hashes[: max(0, min(self._per_replica - before, len(self._within) * self._part - self._listed))]
+            held.update(hashes)
+            self._listed += len(held) - before
         for within in self._at_or_behind(key, medium):
             self._within[within].store(key, hashes)
 
@@ -72,7 +83,9 @@ class Tiers:
         if held is None:
             return
         if medium is not None and medium in held:
+            before = len(held[medium])
             held[medium].difference_update(hashes)
+            self._listed += len(held[medium]) - before
         left = [block for block in hashes if not self._cached.holds(key, block)]
         for within in MEDIA:
             if within in held:
@@ -82,20 +95,32 @@ class Tiers:
     def clear(self, key: ReplicaKey) -> None:
         """No block of `key` is known any more."""
         for medium, blocks in self._held.get(key, {}).items():
+            self._listed -= len(blocks)
             blocks.clear()
             self._within[medium].clear(key)
 
     def drop(self, key: ReplicaKey) -> None:
         """`key` is gone."""
-        for medium in self._held.pop(key, {}):
+        for medium, blocks in self._held.pop(key, {}).items():
+            self._listed -= len(blocks)
             self._within[medium].drop(key)
             if not any(medium in held for held in self._held.values()):
                 del self._within[medium]
+                self._divide()
 
     def sweep(self, limit: int) -> None:
         """Forgets up to `limit` blocks of each tier that emptied replicas have left."""
         for index in self._within.values():
             index.sweep(limit)
+
+    @property
+    def _part(self) -> int:
+        """The share of the total of each index. What a tier holds is listed besides, and takes as much."""
+        return self._total // (1 + 2 * len(self._within))
+
+    def _divide(self) -> None:
+        for index in (self._cached, *self._within.values()):
+            index.set_total(self._part)
 
     def _at_or_behind(self, key: ReplicaKey, medium: Medium | None) -> Iterable[Medium]:
         held = self._held.get(key, {})
