@@ -42,7 +42,9 @@ $(PROTOS): common/protogen.py requirements/protogen.txt | $(UV)
 
 .PHONY: setup
 setup: $(SETUP) $(PROTOS) ## install everything into .venv and generate what is generated
-	@[ -e $(NATIVE) ] || echo "the gateway's picks are made in Python: \"make native\" builds their compiled form, where cargo is"
+	@if [ -e $(NATIVE) ]; then :; \
+	elif command -v cargo > /dev/null; then echo "the gateway's picks are made in Python: \"make native\" builds their compiled form"; \
+	else echo "the gateway's picks are made in Python: their compiled form needs cargo, which is not installed (docs/gateway/native.md)"; fi
 
 # Not part of the set-up: a first build takes half a minute of CPU, and picks are made in Python without it.
 NATIVE := $(VENV)/.native
