@@ -10,9 +10,8 @@ from penstock.gateway.picker.bookings import Booking, Bookings, State
 
 RESPONSE_S = 300.0
 """Least seconds that an unobserved request without a response counts if Envoy never reports its end. Answers that are not
-streamed may
-take as long as Envoy's timeout, so only the report of an idle replica shows that it has forgotten the request. For a replica that
-does not report for so long nothing else would end it, and lost requests would fill it."""
+streamed may take as long as Envoy's timeout, so only the report of an idle replica shows that it has forgotten the request. For a
+replica that does not report for so long nothing else would end it, and lost requests would fill it."""
 COUNTED_KEPT = 4096
 """Requests whose heads may still come after their ends."""
 

@@ -129,8 +129,7 @@ class FlowControl:
 
     def _victim(self, newcomer: Ticket) -> Ticket | None:
         """Choose the ticket to evict for `newcomer`: the last of the least important band. In the newcomer's own band only a
-        ticket of a tenant
-        that would still have more waiting for its weight than the newcomer's. None: no such ticket."""
+        ticket of a tenant that would still have more waiting for its weight than the newcomer's. None: no such ticket."""
         least = max((number for queue in self._queues.values() for number in queue.bands), default=newcomer.priority)
         if least < newcomer.priority:
             return None

@@ -157,8 +157,7 @@ class FlowGate:
 
     def leave(self, model: Model, *, in_vain: bool = False) -> None:
         """Release the hold of a request that passed and was booked or given up. `in_vain`: no replica could be picked, so the
-        count of places
-        was wrong."""
+        count of places was wrong."""
         lane = self._lanes.get(model.id)
         if lane is not None:
             lane.transit -= 1

@@ -7,8 +7,7 @@ from penstock.gateway.flow.ticket import Ticket
 
 PATIENCE = 32
 """Requests served in order before one of the band that was passed over as often. This gives priority without starvation: all
-other
-bands together get one turn in this many."""
+other bands together get one turn in this many."""
 
 
 class ModelQueue:

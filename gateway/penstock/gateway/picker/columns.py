@@ -257,8 +257,7 @@ class Columns:
 
     def able(self, adapter: str) -> Bools:
         """Return the open rows that serve `adapter`. Returns `open` itself if all do, so that an adapter that is everywhere costs
-        nothing.
-        Computed again when a replica reports other adapters."""
+        nothing. Computed again when a replica reports other adapters."""
         mask = self._able.get(adapter)
         if mask is None:
             has = [row not in self.served or adapter in self.served[row] for row in range(len(self.open))]
@@ -279,8 +278,7 @@ class Columns:
 
     def left(self, row: int) -> None:
         """Count one running request less in `row`: it ended after the replica's last report. A replica that is not polled reports
-        again only
-        with its next request."""
+        again only with its next request."""
         f = self.figures
         if f.running[row] > 0:
             f.running[row] -= 1

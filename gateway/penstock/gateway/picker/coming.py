@@ -2,10 +2,8 @@
 
 Without this, the second of two equal prompts that arrive together would find nothing cached anywhere and be computed again at
 another replica. Its booking counts what the first still has to compute. This module makes sure that no replica is charged twice
-for
-the same blocks. A request holds its blocks while it runs, so an entry stays true until its booking ends, and by then the
-replica's
-events have reported the blocks.
+for the same blocks. A request holds its blocks while it runs, so an entry stays true until its booking ends, and by then the
+replica's events have reported the blocks.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -42,8 +40,7 @@ class _Prompt:
 
 class Coming:
     """Prompts in flight at all replicas, keyed by the first block that each must compute. Prompts that share any computed block
-    share
-    that one, since a block's hash covers its whole prefix."""
+    share that one, since a block's hash covers its whole prefix."""
 
     def __init__(self, bookings: Bookings) -> None:
         self._prompts: dict[Booking, _Prompt] = {}

@@ -132,8 +132,7 @@ def _stall_s(decode: Slate, cost: Estimate) -> Floats:
 
 def _room(slate: Slate) -> Bools:
     """Return where the request would find a row, and blocks for its prompt and answer, after all waiting and coming work. Unknown
-    figures
-    do not exclude a replica."""
+    figures do not exclude a replica."""
     f = slate.figures
     answer = OUTPUT_TOKENS if slate.request.max_tokens is None else slate.request.max_tokens
     tokens = slate.request.prompt_tokens - slate.resident + min(answer, OUTPUT_TOKENS) + f.booked_tokens + f.booked_transfers
@@ -142,8 +141,7 @@ def _room(slate: Slate) -> Bools:
 
 def _prefill_s(slate: Slate, cost: Estimate) -> Floats:
     """Return the seconds until the prompt is computed. A prefill holds KV memory only until its transfer ends. If memory is
-    short, waiting
-    requests go first, each for about as long."""
+    short, waiting requests go first, each for about as long."""
     f = slate.figures
     blocks = np.ceil((slate.request.prompt_tokens - slate.resident + f.booked_tokens) / slate.request.block_size)
     short = np.where(blocks > f.blocks_free, f.waiting + f.booked_requests + 1, 0.0)

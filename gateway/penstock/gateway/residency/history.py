@@ -2,8 +2,7 @@
 
 The blocks of each prompt go into the same index as those of events, so its users need no distinction. An engine evicts what was
 used least recently, and so does the index. Its size is the engine's own number of blocks, if that is known. When an answer
-reports
-cached tokens, the size is corrected: down if fewer were cached than predicted, up if more.
+reports cached tokens, the size is corrected: down if fewer were cached than predicted, up if more.
 """
 
 from collections.abc import Sequence

@@ -14,8 +14,7 @@ class Registry:
     """The tenants of a file, replaced as a whole when the file changes. Accounts persist by name.
 
     A key is found by a keyed hash, under a secret of this process, of the key's SHA-256. The time of the lookup depends neither
-    on
-    the key nor on how much of it is right, since no client can find two keys with similar hashes.
+    on the key nor on how much of it is right, since no client can find two keys with similar hashes.
     """
 
     def __init__(self, file: TenantsFile) -> None:

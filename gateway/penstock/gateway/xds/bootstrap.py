@@ -131,8 +131,7 @@ def _health_check() -> dict[str, Any]:
     """Return a health check that runs twice per second while a gateway is away, so that it is used again as soon as it is back.
 
     A gateway that hangs is left within five seconds; one that is slow for two seconds is kept. A request that finds no gateway
-    goes to
-    the next one in any case.
+    goes to the next one in any case.
     """
     return {
         "timeout": "1.5s",

@@ -35,8 +35,7 @@ UPSTREAM_IDLE_TIMEOUT = timedelta(seconds=30)
 """Well below an engine's own limit: else Envoy would now and then send a request into a connection that is being closed."""
 UNACKNOWLEDGED = timedelta(seconds=20)
 """Seconds without an acknowledgement after which a node counts as gone. Linux would retry for a quarter of an hour: keepalive
-probes
-only idle connections."""
+probes only idle connections."""
 NO_LIMIT = 1_000_000
 """Envoy's circuit breakers default to 1,024 requests and 3 retries; how much is too much is the picker's decision."""
 

@@ -114,8 +114,7 @@ class SnapshotBuilder:
 
 def _only(pools: Sequence[Pool]) -> str | None:
     """Return the pool of requests that bypass the picker: the first pool of the only model. None if there are more models, since
-    Envoy does
-    not know which one a request means."""
+    Envoy does not know which one a request means."""
     serving = [pool for pool in pools if pool.role != "Prefill"]
     return serving[0].id if len({pool.model for pool in serving}) == 1 else None
 
