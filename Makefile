@@ -148,6 +148,10 @@ conformance-gaie: setup ## the same for the Gateway API extension's own picker (
 fuzz: setup ## the scheduler against a naive one, a million random steps
 	@$(BIN)/python engine/tests/core/scheduler_fuzzer.py
 
+.PHONY: fuzz-gateway
+fuzz-gateway: setup ## malformed messages to gateways of each form: ARGS="--messages 500000"
+	@$(BIN)/python gateway/tests/picker/gateway_fuzzer.py $(ARGS)
+
 .PHONY: models-table
 models-table: setup ## renew the table of docs/engine/models.md that says what the tests show of each architecture
 	@RENEW=1 $(BIN)/python -m pytest -q -p no:cacheprovider engine/tests/runner/test_families_table.py
