@@ -1,5 +1,6 @@
 """Documents and docstrings avoid what `docs/style.md` tells writers to avoid."""
 
+import ast
 import re
 import subprocess
 from pathlib import Path
@@ -26,3 +27,23 @@ def test_docstrings_say_something() -> None:
     assert len(files) > 1_000
     empty = [f"{file}: {found[1]}" for file in files for found in EMPTY.finditer((ROOT / file).read_text())]
     assert not empty
+
+
+def broken(source: str) -> list[str]:
+    """A word or two that stand alone between two full lines of a docstring."""
+    lines = source.split("\n")
+    texts = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)]
+    found: list[str] = []
+    for text in texts:
+        for at in range(text.lineno, (text.end_lineno or 0) - 1):
+            before, line, after = (lines[n].rstrip() for n in (at - 1, at, at + 1))
+            goes_on = after.strip() and not re.match(r"\s*(\w+: |[-*|`\"])", after)
+            if len(before) > 110 and 0 < len(line) < 40 and goes_on and not line.endswith((".", ":")):
+                found.append(line.strip())
+    return found
+
+
+def test_no_docstring_of_the_gateway_is_broken_within_a_sentence() -> None:
+    found = {str(file): words for file in (ROOT / "gateway/penstock").rglob("*.py") if (words := broken(file.read_text()))}
+    assert not found
+    assert broken(f'"""{"word " * 24}\nfor\nthe same."""\n') == ["for"]
