@@ -12,7 +12,7 @@ from penstock.gateway.residency.limit import LEAST, blocks_that_fit
 
 pytestmark = pytest.mark.usefixtures("in_python_and_compiled")
 
-MB_512, MB_512_BLOCKS = str(512 * 2**20), 754_032
+MB_512, MB_512_BLOCKS = str(512 * 2**20), 684_784
 V1 = "12:cpu,cpuacct:/\n4:memory:/pods/one\n0::/\n"
 
 

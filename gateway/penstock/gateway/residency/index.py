@@ -24,7 +24,7 @@ from penstock.gateway.picker.figures import FEW, Floats
 MAX_BLOCKS_PER_REPLICA = 262_144
 """4 M tokens in blocks of 16: more than a replica of eight H200 caches of an 8B model."""
 MAX_BLOCKS = 4_194_304
-"""Most entries of all replicas together; a block counts once for each replica that caches it. About 0.75 GB."""
+"""Most entries of all replicas together; a block counts once for each replica that caches it. About 0.8 GB."""
 SWEPT_AT_ONCE = 1024
 """Blocks of an emptied replica that are swept at a time, in about 0.2 ms."""
 BATCHES = 64

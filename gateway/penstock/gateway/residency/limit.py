@@ -5,8 +5,9 @@ from pathlib import Path, PurePosixPath
 
 from penstock.gateway.residency.index import MAX_BLOCKS
 
-BYTES_PER_BLOCK = 178
-"""Bytes of one entry, a block that one replica caches, in Python's form. The compiled one takes up to 174."""
+BYTES_PER_BLOCK = 196
+"""Bytes of one entry, a block that one replica caches, where it takes most: in Python's form, when its tables have just grown.
+The compiled form takes up to 187. Both by the resident memory of the process."""
 SHARE = 0.25
 """Share of the container's memory. The rest is for requests, tokenizers and the process itself."""
 LEAST = 65_536
