@@ -515,6 +515,17 @@ def test_streams_that_we_ended_first_may_be_reset_at_any_rate(pair: Any, data: A
     assert not pair.connection.closed
 
 
+def test_resets_of_streams_that_we_ended_may_come_behind_all_that_a_window_holds(pair: Any) -> None:
+    """As Envoy's do where it sends more than the gateway can answer."""
+    streams = range(1, 2 * limits.CONNECTION_WINDOW // 2_600, 2)
+    for stream in streams:
+        pair.connection.end(pair.opened(stream).stream, b"\x88")
+        pair.heard()
+    for stream in streams:
+        pair.say(rst_stream(stream, Code.NO_ERROR))
+    assert not pair.connection.closed, pair.connection.fault
+
+
 def test_the_end_of_a_stream_that_we_ended_is_free_once(pair: Any, data: Any) -> None:
     pair.connection.end(pair.opened(1).stream, b"\x88")
     pair.say(*[data(b"", ends=True), rst_stream(1, Code.CANCEL)] * 1_000)

@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import gzip
+import socket
 import weakref
 import zlib
 from collections.abc import Callable
@@ -13,10 +14,13 @@ import h2.config
 import h2.connection
 import h2.events
 import pytest
+import uvloop
+from hpack import Encoder
 
 from penstock.gateway.h2 import frames, limits
 from penstock.gateway.h2.call import HIGH_WATER_BYTES
 from penstock.gateway.h2.messages import prefixed
+from penstock.gateway.h2.server import Server, ServerProtocol
 
 
 async def until(condition: Callable[[], object]) -> None:
@@ -349,3 +353,36 @@ class Http2(asyncio.Protocol):
 
     def close(self) -> None:
         self.transport.close()
+
+
+def test_a_peer_that_sends_faster_than_it_is_answered_leaves_turns_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """uvloop reads up to 32 times in a row."""
+    turn, large_reads = 0, list[int]()
+    taken_in = ServerProtocol.data_received
+
+    def noted(self: ServerProtocol, data: bytes) -> None:
+        if len(data) >= limits.READ_BYTES:
+            large_reads.append(turn)
+        taken_in(self, data)
+
+    monkeypatch.setattr(ServerProtocol, "data_received", noted)
+    encoder = Encoder()
+    encoder.header_table_size = 0
+    fields = [(":method", "POST"), (":path", "/none/None"), (":scheme", "http"), (":authority", "x"), ("a", "a" * 600)]
+    first, usual = encoder.encode(fields), encoder.encode(fields)
+    flags = frames.END_HEADERS | frames.END_STREAM
+    asked = [frames.frame(frames.HEADERS, flags, 2 * n + 1, usual if n else first) for n in range(10_000)]
+
+    async def scene() -> None:
+        nonlocal turn
+        server = Server(1_000)
+        port = await server.bind("127.0.0.1", 0)
+        with socket.create_connection(("127.0.0.1", port)) as peer:
+            sending = asyncio.create_task(asyncio.to_thread(peer.sendall, frames.PREFACE + frames.settings({}) + b"".join(asked)))
+            while not sending.done() or len(large_reads) < 4:
+                turn += 1
+                await asyncio.sleep(0)
+        await server.stop(0)
+
+    uvloop.run(asyncio.wait_for(scene(), 60))
+    assert len(large_reads) == len(set(large_reads))

@@ -3,6 +3,7 @@
 Nothing that a peer sends makes `receive` raise: a fault in a stream resets the stream, one in the connection ends it with GOAWAY.
 """
 
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -56,8 +57,9 @@ class Connection:
         self._header: tuple[int, int] | None = None  # stream and flags of a header block that goes on
         self._block, self._block_frames = bytearray(), 0
         self._last_id = 0
-        self._was_reset: dict[int, None] = {}  # by us, not long ago: the peer may not know yet
-        self._farewells: dict[int, bool] = {}  # ended by us: its end may still cross ours; whether its last DATA may, too
+        # In order: what is forgotten is the first, and in a plain dictionary whose first are gone that is searched for.
+        self._was_reset = OrderedDict[int, None]()  # by us, not long ago: the peer may not know yet
+        self._farewells = OrderedDict[int, bool]()  # ended by us: its end may still cross ours; whether its last DATA may, too
         self.receive_window, self._unacknowledged = limits.CONNECTION_WINDOW, 0
         self._now = self._heard_at = now
         self._pinged = False
@@ -442,8 +444,8 @@ class Connection:
         self._header_bytes -= stream.head.size
 
 
-def _keep(recent: dict[int, _T], stream_id: int, value: _T) -> None:
+def _keep(recent: OrderedDict[int, _T], stream_id: int, value: _T) -> None:
     """Forgets the oldest where there are too many."""
     recent[stream_id] = value
     if len(recent) > limits.ENDED_KEPT:
-        del recent[next(iter(recent))]
+        recent.popitem(last=False)

@@ -23,8 +23,11 @@ MAX_BACKLOG_BYTES = 4 * 1024 * 1024
 """Control frames that a peer makes us write and does not read."""
 WRITE_BYTES = 1024 * 1024
 """Data that is written at once: more waits until that is written, so that a peer that does not read is noticed."""
-ENDED_KEPT = 4096
-"""Streams that we have ended and whose late frames we expect."""
+READ_BYTES = 64 * 1024
+"""Bytes of a peer in one read after which others take their turn: more has probably come."""
+ENDED_KEPT = MAX_STREAMS
+"""Streams that we have ended and whose late frames we expect. A proxy that sends faster than it is read has its resets of them
+behind all that fills the connection's window: tens of thousands of requests."""
 UPDATES_A_FRAME = 8
 """WINDOW_UPDATEs that are no nuisance, for each frame of data that we send."""
 

@@ -125,6 +125,7 @@ class ServerProtocol(asyncio.Protocol):
         self._turning = False  # a turn goes on, or is on its way
         self._workers: list[Worker | _Answered] = []  # to be stepped
         self._backlog = 0
+        self._gives_way = False  # nothing is read in this turn of the loop any more
         self._timer: asyncio.TimerHandle | None = None
         self._late: asyncio.TimerHandle | None = None
 
@@ -144,12 +145,27 @@ class ServerProtocol(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Take in bytes."""
+        if len(data) >= limits.READ_BYTES:
+            self._give_way()
         self._turning = True
         self.connection.receive(data, self._loop.time())
         if self._workers:
             return self._turn()
         self._turning = False
         return self.flush()
+
+    def _give_way(self) -> None:
+        """Have others take their turn before more of this peer is read. Of a peer that sends faster than it is answered, uvloop
+        would read 32 times in a row, which takes long: reports, probes and other peers would wait for it."""
+        if not self._gives_way and not self._transport.is_closing():
+            self._gives_way = True
+            self._transport.pause_reading()
+            self._loop.call_soon(self._read_on)
+
+    def _read_on(self) -> None:
+        self._gives_way = False
+        if not self._transport.is_closing():
+            self._transport.resume_reading()
 
     def pause_writing(self) -> None:
         """Stop writing: the transport has enough to send."""
