@@ -46,7 +46,7 @@ class FleetMoved(Exception):
 class _Lane:
     """One model, as the gate sees it, or what waits for one of its adapters: for any replica to have it, not for room."""
 
-    __slots__ = ("adapter", "credits", "forecast", "good_until", "model", "replicas", "seen", "transit")
+    __slots__ = ("adapter", "credits", "forecast", "good_until", "model", "replicas", "seen", "transit", "waking")
 
     def __init__(self, model: Model, now: float, adapter: str | None = None) -> None:
         self.model = model
@@ -55,6 +55,8 @@ class _Lane:
         self.good_until = now
         self.transit = 0
         """Requests that have gone on and are not booked yet."""
+        self.waking = 0
+        """Of these, the ones that have waited and have not heard of it yet: who comes meanwhile is behind them."""
         self.forecast = Forecast(now)
         self.replicas: list[Replica] = []
         """The replicas that `seen` was made of."""
@@ -91,7 +93,7 @@ class FlowGate:
         lane = self._lanes.get(model.id)
         if lane is None:
             lane = self._lanes[model.id] = _Lane(model, now)
-        if self.control.requests and model.id in self.control.queues:
+        if lane.waking or (self.control.requests and model.id in self.control.queues):
             return False
         if lane.credits <= 0 or now >= lane.good_until:
             lane.model = model
@@ -151,6 +153,8 @@ class FlowGate:
                 raise self._late(lane, ticket) from None
             raise
         finally:
+            if future.done() and not future.cancelled() and future.exception() is None:
+                lane.waking -= 1
             self._state.hold_ended(model)
             if ticket.model not in self.control.queues:
                 lane.forecast.abandoned()
@@ -230,6 +234,7 @@ class FlowGate:
                 if future.done():  # its client has left in this very turn of the loop
                     continue
                 future.set_result(None)
+                lane.waking += 1
                 lane.forecast.pace.add(ticket.tokens, now, pressed=True)
                 lane.transit += 1
                 free -= 1
