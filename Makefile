@@ -252,6 +252,10 @@ bench-requests: setup ## what a request costs the frontend before the engine has
 bench-flow: setup ## what flow control and tenants cost a request
 	@$(BIN)/python benchmarks/bench_flow.py
 
+.PHONY: bench-overload
+bench-overload: setup ## the gateway under three times the load that saturates its picker: answers, refusals, their order (ARGS=--quick)
+	@$(BIN)/python -m benchmarks.bench_overload $(ARGS)
+
 .PHONY: bench-egress
 bench-egress: setup ## what a token costs the frontend, and tokens sampled past a stop string
 	@$(BIN)/python benchmarks/bench_egress.py

@@ -8,9 +8,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import uvloop
 
 from benchmarks.bench_gateway import answering, results_name
+from benchmarks.bench_overload import IMPORTANT, QUEUE, QUICK, UNIMPORTANT, fleet, measure
 from benchmarks.gatewaybench.arms import free_ports, running, undecided
+from benchmarks.gatewaybench.order import Disorder, disorder, impatient
+from benchmarks.gatewaybench.streams import ANSWERED, Asked
 
 pytestmark = pytest.mark.slow
 
@@ -58,3 +62,33 @@ def test_a_run_of_some_arms_of_a_gateway_overwrites_no_run_of_all() -> None:
         results_name(["3x2kB"], arms) for arms in ([], ["picker, lean"], ["picker, grpc.aio"], ["picker, lean", "no decision"])
     ]
     assert len(set(names)) == len(names) and all(re.fullmatch(r"[\w-]+", name) for name in names)
+
+
+def test_of_an_overload_nothing_is_lost_and_the_order_holds() -> None:
+    """A smaller one, by the queue's size alone: no figure of time is looked at."""
+    with fleet() as (gateway, engines):
+        figures = uvloop.run(measure(gateway, engines, QUICK._replace(seconds=0.5)))
+    assert figures["lost"] == 0
+    assert figures["answered"] + sum(figures["refused"].values()) == figures["offered"]
+    assert set(figures["refused"]) <= {"queue_full", "displaced"}
+    order = figures["order"]
+    counts = {"over": UNIMPORTANT, "displaced": IMPORTANT, "less_important_refused": UNIMPORTANT, "served_in_turn": QUEUE}
+    assert {name: order[name] for name in counts} == counts
+    assert figures["disorder"] == order["disorder"] == vars(Disorder()) and order["lost"] == 0
+
+
+def test_disorder_is_noticed() -> None:
+    """By the numbers in the order of settling: answers, refusals, and a displaced one that was not the newest that waited."""
+
+    def settled(*what: tuple[int, int, str]) -> list[Asked]:
+        return [Asked(number, priority, 0.0, outcome=outcome) for number, priority, outcome in what]
+
+    assert disorder(settled((0, 0, ANSWERED), (2, 0, ANSWERED), (1, 1, ANSWERED))) == Disorder()
+    assert disorder(settled((1, 0, ANSWERED), (0, 0, ANSWERED))) == Disorder(overtaken=1)
+    assert disorder(settled((1, 0, "queue_full"), (0, 0, "queue_full"))) == Disorder(refused_early=1)
+    assert disorder(settled((2, 0, ANSWERED), (1, 1, "displaced"), (0, 1, "displaced"))) == Disorder()
+    assert disorder(settled((2, 0, ANSWERED), (0, 1, "displaced"), (1, 1, ANSWERED))) == Disorder(displaced_wrongly=1)
+    assert disorder(settled((2, 0, ANSWERED), (0, 0, "displaced"), (1, 1, ANSWERED))) == Disorder(displaced_wrongly=1)
+    in_turn = settled(*[(number, 0, ANSWERED) for number in range(32)], (40, 1, ANSWERED), (41, 0, ANSWERED))
+    assert impatient(in_turn) == 0
+    assert impatient([in_turn[-2], *in_turn[:32]]) == 1

@@ -50,6 +50,17 @@ class Arm:
     """Of a gateway of ours: its /metrics."""
 
 
+@dataclass(frozen=True)
+class Gateway:
+    """A running gateway of ours, without an Envoy."""
+
+    process: Process
+    grpc_port: int
+    http_port: int
+    listener_port: int
+    """Where its Envoy is to listen."""
+
+
 Start = Callable[[list[tuple[str, int]], Path], AbstractContextManager[Arm]]
 """Starts an arm over replicas (host, port), with a folder for logs and files; it need not be ready yet."""
 
@@ -99,12 +110,19 @@ def round_robin(replicas: list[tuple[str, int]], folder: Path) -> Iterator[Arm]:
 @contextlib.contextmanager
 def penstock(front_end: str, replicas: list[tuple[str, int]], folder: Path) -> Iterator[Arm]:
     """Envoy under our gateway."""
+    with gateway(front_end, replicas, folder) as ours, _envoy(ours.grpc_port, folder) as envoy:
+        yield Arm(ours.listener_port, {"envoy": envoy, "picker": ours.process}, ours.http_port)
+
+
+@contextlib.contextmanager
+def gateway(front_end: str, replicas: list[tuple[str, int]], folder: Path, *flags: str) -> Iterator[Gateway]:
+    """Our gateway alone, with more `flags`; it need not be ready yet."""
     port, grpc_port, http_port = free_port(), free_port(), free_port()
     (folder / "fleet.json").write_bytes(fleet(replicas))
-    flags = ("--discovery", f"file:{folder / 'fleet.json'}", "--grpc-port", str(grpc_port), "--http-port", str(http_port))
+    where = ("--discovery", f"file:{folder / 'fleet.json'}", "--grpc-port", str(grpc_port), "--http-port", str(http_port))
     listen = ("--listener-host", "127.0.0.1", "--listener-port", str(port), "--ext-proc", front_end)
-    with running(folder / "log", *PENSTOCK, "gateway", *flags, *listen) as picker, _envoy(grpc_port, folder) as envoy:
-        yield Arm(port, {"envoy": envoy, "picker": picker}, http_port)
+    with running(folder / "log", *PENSTOCK, "gateway", *where, *listen, *flags) as picker:
+        yield Gateway(picker, grpc_port, http_port, port)
 
 
 @contextlib.contextmanager

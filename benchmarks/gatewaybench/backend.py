@@ -76,14 +76,14 @@ def bundle() -> PromptBundle:
     )
 
 
-def pages() -> dict[bytes, bytes]:
+def pages(report: LoadReport = REPORT) -> dict[bytes, bytes]:
     """The answers by path."""
     prompts = checkpoint()
-    orca = f"{headers.LOAD}: {load_report.encode(REPORT, 'TEXT')}\r\n"
+    orca = f"{headers.LOAD}: {load_report.encode(report, 'TEXT')}\r\n"
     return {
         b"/v1/chat/completions": _page(ANSWER, orca),
         b"/metrics": _page(METRICS.encode()),
-        b"/load": _page(msgspec.json.encode(REPORT)),
+        b"/load": _page(msgspec.json.encode(report)),
         b"/prompt-bundle": _page(prompts.to_json(), f'etag: "{prompts.digest}"\r\n'),
     }
 
@@ -93,10 +93,10 @@ def _page(body: bytes, fields: str = "") -> bytes:
     return head.encode() + body
 
 
-async def serve(port: int, *, events: bool) -> None:
+async def serve(port: int, *, events: bool, report: LoadReport = REPORT) -> None:
     """Serves HTTP at `port`, which several may share, and with `events` the event stream at the next port and its replay at the
     one after, until it is killed."""
-    answers = pages()
+    answers = pages(report)
     server = await asyncio.get_running_loop().create_server(lambda: Backend(answers), "0.0.0.0", port, reuse_port=True)
     if not events:
         return await server.serve_forever()

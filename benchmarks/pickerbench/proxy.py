@@ -43,9 +43,8 @@ REPORT = LoadReport(
     epoch=1, seq=FIRST, num_requests_running=16, max_num_seqs=256, kv_cache_usage_perc=0.3, kv_blocks_total=40_000,
     kv_blocks_reclaimable=28_000, prefill_backlog_tokens=400, prefill_tokens_per_s=50_000.0, decode_step_s=0.01,
 )  # fmt: skip
-RESPONSE = [
-    (":status", "200"), ("content-type", "application/json"), ("endpoint-load-metrics", load_report.encode(REPORT, "TEXT")),
-]  # fmt: skip
+SAID = load_report.encode(REPORT, "TEXT")
+RESPONSE = [(":status", "200"), ("content-type", "application/json")]
 
 
 def body_of(words: int) -> bytes:
@@ -82,15 +81,19 @@ def trace_of(number: int) -> str:
 def response(written: bytes) -> bytes:
     """The one that shows the response's head, after the picker has written its answers: from the replica that it has picked."""
     picked, noted = DESTINATION.search(written), NOTED.search(written)
-    message = _response(picked[1].decode() if picked else "10.0.0.1:8000")
-    fields = message.metadata_context.filter_metadata[headers.LOG_NAMESPACE].fields
-    fields[headers.BOOKING].string_value = noted[1].decode() if noted else "0-0"
+    return shown(picked[1].decode() if picked else "10.0.0.1:8000", noted[1].decode() if noted else "0-0")
+
+
+def shown(served: str, booking: str, report: str = SAID) -> bytes:
+    """The message that shows the head of the response which `served` has given."""
+    message = _response(served, report)
+    message.metadata_context.filter_metadata[headers.LOG_NAMESPACE].fields[headers.BOOKING].string_value = booking
     return prefixed(message.SerializeToString())
 
 
 @functools.cache
-def _response(served: str) -> ProcessingRequest:
-    message = _headers("response_headers", RESPONSE)
+def _response(served: str, report: str) -> ProcessingRequest:
+    message = _headers("response_headers", [*RESPONSE, (headers.LOAD, report)])
     message.observability_mode = True
     message.metadata_context.filter_metadata[headers.LOG_NAMESPACE].update({"model": "b/m", headers.NAME: "m"})
     message.attributes["envoy.filters.http.ext_proc"].update({"upstream.address": served})
