@@ -92,26 +92,27 @@ class Sink(asyncio.Transport):
 
 
 class Side:
-    """A gateway of one form with six replicas of `m`."""
+    """A gateway of one form. `named`: what the names of its bookings begin with. `fleet`: by default six replicas a model."""
 
-    def __init__(self, compiled: Compiled | None, front_end: str = "lean") -> None:
+    def __init__(
+        self, compiled: Compiled | None, front_end: str = "lean", *, named: str = PROCESS, fleet: Fleet | None = None
+    ) -> None:
         listener = ListenerSettings(host="127.0.0.1", port=1)
         settings = GatewaySettings(name="g", host="127.0.0.1", grpc_port=0, http_port=0, listener=listener)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(process, "installed", lambda: compiled)
-            patch.setattr(secrets, "token_hex", lambda _: PROCESS)
+            patch.setattr(secrets, "token_hex", lambda _: named)
             self.gateway = Gateway(settings, Still())
         self.state, self.service, self.turns = self.gateway._follower.state, self.gateway._extproc, 0
         self.server: Any = FRONT_ENDS[front_end](compiled)
         self.service.add_to(self.server)
-        self.replicas = [
+        replicas = [
             Replica(uid=f"{model.id}-{n}", name=f"{model.id}-{n}", pool=f"{model.id}/p", host=f"10.0.{at}.{n}", port=8000,
                     events_port=1, replay_port=1, ready=True)
             for at, model in enumerate(MODELS) for n in range(6)
         ]  # fmt: skip
-        self.state.update(
-            Fleet(models=MODELS, pools=[Pool(id=f"{it.id}/p", model=it.id) for it in MODELS], replicas=self.replicas)
-        )
+        pools = [Pool(id=f"{it.id}/p", model=it.id) for it in MODELS]
+        self.state.update(fleet or Fleet(models=MODELS, pools=pools, replicas=replicas))
         memo = self.gateway._prompts._memo_of(BUNDLE)
         spaces = [(memo, frozenset(self.state.directory.replicas))], frozenset[Any]()
         self.gateway._prompts.spaces = lambda _: spaces  # type: ignore[method-assign] - nobody is there to ask
