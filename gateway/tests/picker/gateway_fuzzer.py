@@ -82,6 +82,11 @@ class Sink(asyncio.Transport):
     def write(self, data: bytes | bytearray | memoryview) -> None:
         self.written += bytes(data)
 
+    def pause_reading(self) -> None:
+        """Reads are made by hand, one a turn of the loop."""
+
+    resume_reading = pause_reading
+
     def is_closing(self) -> bool:
         return self._closing
 
