@@ -2,15 +2,16 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 from benchmarks.pickerbench.proxy import BODY, FIRST, REPORT, Play, through
 from penstock.api.events import BlockStored
 from penstock.api.fleet import Fleet, Model, Pool, Replica
 from penstock.gateway.h2.server import Server
-from penstock.gateway.load.tokenized import TokenizedPrompts
+from penstock.gateway.load.tokenized import TokenizedPrompts, exact, extra_keys
 from penstock.gateway.picker.candidates import ReplicaKey, key_of
 from penstock.gateway.picker.compiled import Compiled
 from penstock.gateway.picker.request import Prompt, RequestView
@@ -72,11 +73,15 @@ def decision(
     everywhere = frozenset(key_of(replica) for replica in fleet.replicas)
     counted = TokenizedPrompts(prompts=(Prompt(TOKENS, hashes),), comparable=everywhere)
 
-    # The fleet has no replica to ask for its prompt bundle.
+    def tokenize(_: object, path: str, raw: bytes, body: Mapping[str, Any], *key: Any) -> TokenizedPrompts:
+        if memo is None:
+            return counted
+        return TokenizedPrompts(prompts=exact(memo, path, body, extra_keys(body, *key)), comparable=everywhere)
+
+    # The fleet has no replica to ask for its prompt bundle. No thread tokenises: what it does would not count.
     groups = ([] if memo is None else [(memo, everywhere)]), frozenset[ReplicaKey]()
     gateway._prompts.spaces = lambda _: groups  # type: ignore[method-assign]
-    if memo is None:
-        gateway._prompts.at_once = lambda *_: counted  # type: ignore[method-assign]
+    gateway._prompts.at_once = tokenize  # type: ignore[method-assign]
     for number, replica in enumerate(fleet.replicas):
         state.event(key_of(replica), BlockStored(list(hashes[: number % len(hashes)])), 0.0)
     for replica in fleet.replicas:
