@@ -14,7 +14,7 @@ import random
 import secrets
 import time
 import uuid
-from collections import Counter, defaultdict
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ import pytest
 from hpack import Encoder
 from malformed import CALL, PROCESS, Said, connection
 from test_requests_at_once import BUNDLE, MODELS, Clock, Still
+from wires import Sink, by_stream, framed
 
 from penstock.api import headers
 from penstock.api.fleet import Fleet, Pool, Replica
@@ -67,33 +68,6 @@ class Faults(logging.Handler):
     def check(self) -> None:
         """Raises where something was logged that must not be."""
         assert not self.errors, self.errors[0]
-
-
-class Sink(asyncio.Transport):
-    """A transport that keeps what is written."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.written, self._closing = b"", False
-
-    def get_extra_info(self, name: str, default: Any = None) -> Any:
-        return ("127.0.0.1", 1) if name == "peername" else default
-
-    def write(self, data: bytes | bytearray | memoryview) -> None:
-        self.written += bytes(data)
-
-    def pause_reading(self) -> None:
-        """Reads are made by hand, one a turn of the loop."""
-
-    resume_reading = pause_reading
-
-    def is_closing(self) -> bool:
-        return self._closing
-
-    def close(self) -> None:
-        self._closing = True
-
-    abort = close
 
 
 class Side:
@@ -159,13 +133,7 @@ class Side:
     def said(self) -> dict[int, bytes]:
         """What it has written since, by stream."""
         written, self.sink.written = self.sink.written, b""
-        by_stream, at = defaultdict[int, bytes](bytes), 0
-        while at < len(written):
-            high, low, _, _, stream = frames.HEAD.unpack_from(written, at)
-            end = at + frames.HEAD_BYTES + (high << 8 | low)
-            by_stream[stream] += written[at:end]
-            at = end
-        return by_stream
+        return by_stream(written)
 
 
 def valid() -> Said:
@@ -211,16 +179,13 @@ async def told(sides: list[Side], said: Said) -> bytes:
 
 def meant(written: bytes) -> tuple[list[bytes], list[ProcessingResponse]]:
     """What a stream says, apart from the order in which protobuf writes fields and entries of maps, which is each form's own."""
-    others, data, at = list[bytes](), b"", 0
-    while at < len(written):
-        high, low, kind, flags, _ = frames.HEAD.unpack_from(written, at)
-        end = at + frames.HEAD_BYTES + (high << 8 | low)
-        if kind == frames.DATA:
-            data += written[at + frames.HEAD_BYTES : end]
-            others += [bytes((flags,))]
+    others, data = list[bytes](), b""
+    for frame in framed(written):
+        if frame.kind == frames.DATA:
+            data += frame.payload
+            others += [bytes((frame.flags,))]
         else:
-            others.append(written[at:end])
-        at = end
+            others.append(frame.whole)
     return others, [ProcessingResponse.FromString(it) for it in Assembler(MAX_MESSAGE_BYTES).feed(data)]
 
 

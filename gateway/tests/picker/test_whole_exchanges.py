@@ -2,7 +2,6 @@
 else a proxy may say, cut anywhere."""
 
 import asyncio
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +12,7 @@ from hpack import Encoder
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_exchange import DUPLEX, TRAILERS, FixedDirector, chunk, head
+from wires import Sink, by_stream
 
 from penstock.api import headers
 from penstock.api.fleet import Fleet, Model, Pool, Replica
@@ -113,26 +113,6 @@ class Sayer(FixedDirector):
         self.heard.append((call.headers, str(refused)))
 
 
-class Sink(asyncio.Transport):
-    """A transport that keeps what is written."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.written = b""
-
-    def get_extra_info(self, name: str, default: Any = None) -> Any:
-        return ("127.0.0.1", 1) if name == "peername" else default
-
-    def write(self, data: bytes | bytearray | memoryview) -> None:
-        self.written += bytes(data)
-
-    def is_closing(self) -> bool:
-        return False
-
-    def close(self) -> None:
-        pass
-
-
 class Side:
     """A server of either kind, and what it has said by stream after each read."""
 
@@ -160,14 +140,7 @@ class Side:
         for _ in range(6):
             await asyncio.sleep(0)
         written, self.sink.written = self.sink.written, b""
-        by_stream: defaultdict[int, bytes] = defaultdict(bytes)
-        at = 0
-        while at < len(written):
-            high, low, _, _, stream = frames.HEAD.unpack_from(written, at)
-            end = at + frames.HEAD_BYTES + (high << 8 | low)
-            by_stream[stream] += written[at:end]
-            at = end
-        return by_stream
+        return by_stream(written)
 
     def counts(self) -> tuple[int, ...]:
         return self.service.open, self.server.calls, self.server.unread, self.ceiling.streams, self.ceiling.bytes

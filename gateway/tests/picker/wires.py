@@ -1,11 +1,15 @@
-"""Both forms of what reads and writes ext_proc's messages, which must agree."""
+"""Both forms of what reads and writes ext_proc's messages, which must agree, and what a server has written."""
 
-from collections.abc import Sequence
+import asyncio
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 from google.protobuf.message import DecodeError
 
 from penstock.gateway._pb.envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingRequest, ProcessingResponse
 from penstock.gateway.extproc.wire import Answer, CompiledWire, Message, Pick, PlainWire, Wire, as_bytes
+from penstock.gateway.h2 import frames
 from penstock.gateway.picker.compiled import installed
 
 
@@ -57,3 +61,59 @@ def read(message: ProcessingRequest) -> Message:
 def parsed(answers: Sequence[Answer]) -> list[ProcessingResponse]:
     """The answers as protobuf's classes have them."""
     return [ProcessingResponse.FromString(as_bytes(answer)) for answer in answers]
+
+
+class Sink(asyncio.Transport):
+    """A transport that keeps what is written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.written, self._closing = b"", False
+
+    def get_extra_info(self, name: str, default: Any = None) -> Any:
+        return ("127.0.0.1", 1) if name == "peername" else default
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        self.written += bytes(data)
+
+    def pause_reading(self) -> None:
+        """Reads are made by hand, one a turn of the loop."""
+
+    resume_reading = pause_reading
+
+    def is_closing(self) -> bool:
+        return self._closing
+
+    def close(self) -> None:
+        self._closing = True
+
+    abort = close
+
+
+class Frame(NamedTuple):
+    """A frame of HTTP/2."""
+
+    kind: int
+    flags: int
+    stream: int
+    payload: bytes
+    whole: bytes
+
+
+def framed(written: bytes) -> Iterator[Frame]:
+    """The frames that were written, all of them whole."""
+    at = 0
+    while at < len(written):
+        high, low, kind, flags, stream = frames.HEAD.unpack_from(written, at)
+        begin = at + frames.HEAD_BYTES
+        end = begin + (high << 8 | low)
+        yield Frame(kind, flags, stream, written[begin:end], written[at:end])
+        at = end
+
+
+def by_stream(written: bytes) -> dict[int, bytes]:
+    """What was written, by stream."""
+    found = defaultdict[int, bytes](bytes)
+    for frame in framed(written):
+        found[frame.stream] += frame.whole
+    return found

@@ -153,7 +153,8 @@ class AtOnce:
             block_size=way.block_size,
             max_tokens=max_tokens,
         )
-        choice = self._state.picks.made(model, request.figures, way.columns, picked, now, rates, books=True)
+        way.columns.sent()
+        choice = self._state.picks.made(model, request.figures, way.columns, picked, now, rates)
         self._state.sent(model, request, Sent(choice, booking), now)
         routed = Routed(
             endpoints=choice.endpoints,

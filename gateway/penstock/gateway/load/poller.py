@@ -67,7 +67,7 @@ class LoadPoller:
             for gone in self._due.keys() - ready.keys():
                 self._due.pop(gone)
                 self._foreign.pop(gone, None)
-            ours = [key for key in ready if self._state.engine(key) == "penstock"]
+            ours = [key for key in ready if self._state.ours(key)]
             silent = self._state.reports.silent(ours, now, SILENT_S)
             due = [key for key in ready.keys() - set(ours) if self._due.get(key, now) <= now]
             polls = [self._poll(client, ready[key], self._report) for key in silent]

@@ -196,7 +196,7 @@ class PromptLibrary:
                 continue
             if key in self._digests:
                 spaces[self._bundles[self._digests[key][1]].space].add(key)
-            elif self._state.engine(key) != "penstock":
+            elif not self._state.ours(key):
                 silent.add(key)
         most = sorted(spaces, key=lambda space: (-len(spaces[space]), space))[:SPACES]
         result = [(self._memos[space], frozenset(spaces[space])) for space in most], frozenset(silent)
@@ -215,7 +215,7 @@ class PromptLibrary:
 
     def _epoch(self, key: ReplicaKey) -> int | None:
         """What changes when a bundle may have: an engine of others has said its block size."""
-        if self._state.engine(key) != "penstock":
+        if not self._state.ours(key):
             return self._state.traits(key).block_size
         heard = self._state.reports.get(key)
         return heard.report.epoch if heard else None
@@ -248,7 +248,7 @@ class PromptLibrary:
         key = key_of(replica)
         epoch = self._epoch(key)
         try:
-            if self._state.engine(key) == "penstock":
+            if self._state.ours(key):
                 digest = await self._fetch(client, replica)
             else:
                 digest = await self._read(replica)

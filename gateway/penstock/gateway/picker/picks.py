@@ -105,11 +105,9 @@ class Picks:
         return columns.prices, cached.residency, self._coming, None if among is None else among.view(np.uint8)
 
     def made(
-        self, model: Model, request: RequestFigures, columns: Columns, picked: Picked, now: float, rates: Rates, *, books: bool
+        self, model: Model, request: RequestFigures, columns: Columns, picked: Picked, now: float, rates: Rates
     ) -> UsualChoice:
-        """The choice that the compiled parts have made among all of `columns`. `books`: they have booked the request, too."""
-        if books:
-            columns.sent()
+        """The choice that the compiled parts have made among all of `columns`."""
         return UsualChoice(
             *(picked, picked.rows, picked.scores, picked.resident_tokens, picked.ttft_s, columns, columns.seats),
             *(request, now, self._slates.turn(model), model.weights, rates),
@@ -144,4 +142,6 @@ class Picks:
             RANKED,
             books,
         )
-        return self.made(model, request.figures, columns, picked, now, rates, books=books is not None), picked.booking
+        if books is not None:
+            columns.sent()
+        return self.made(model, request.figures, columns, picked, now, rates), picked.booking

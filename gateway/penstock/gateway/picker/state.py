@@ -321,7 +321,7 @@ class FleetState:
         then."""
         if (place := self._places.at(key)) is not None:
             unsaid = () if self.directory.tells(key) else None
-            place.columns.serves(place.row, self._loaded.at(key, unsaid) if self.engine(key) == "penstock" else None)
+            place.columns.serves(place.row, self._loaded.at(key, unsaid) if self.ours(key) else None)
 
     # --- what the autoscaler asks, besides `penstock.gateway.picker.pooled` ---
 
